@@ -1,0 +1,32 @@
+"""Pure tensor functions. Which implementation of each is taken is chosen once, when a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longstraw.ops import logprob
+from longstraw.ops.attention import PARTS, AttentionParts
+from longstraw.ops.conv import reference as conv
+from longstraw.ops.delta import reference as delta
+
+
+class Ops(NamedTuple):
+    """The implementations that a model's layers call."""
+
+    attention: AttentionParts
+    delta: Callable[..., tuple[Tensor, Tensor]]
+    conv: Callable[..., tuple[Tensor, Tensor]]
+    logprob: Callable[..., tuple[Tensor, Tensor]]
+
+
+BACKENDS = tuple(PARTS)
+
+
+def choose_ops(backend: str) -> Ops:
+    """Return the ops of a backend: ``cpu``, or ``reference``, which runs on any device."""
+    if backend not in PARTS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    return Ops(PARTS[backend], delta.gated_delta_rule, conv.causal_conv, logprob.token_logprobs)

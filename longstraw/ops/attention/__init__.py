@@ -1,0 +1,127 @@
+"""Attention of new tokens over what is retained and over themselves, without joining the two.
+
+Each part gives its output and log-sum-exp; the parts are merged by log-sum-exp. In the backward every part gets the
+merged output and log-sum-exp, and the gradient of retained rows is added straight into the state's gradient buffer:
+no tensor of the prompt's size is made.
+
+T new positions, P retained ones, H query heads, N key/value heads, R = H / N, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longstraw.ops.attention import cpu, reference
+
+ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
+
+
+class AttentionParts(Protocol):
+    """What a backend provides: one part of a split attention, forward and backward (see ``reference``)."""
+
+    def part_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
+
+    def part_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+PARTS: dict[str, AttentionParts] = {"reference": reference, "cpu": cpu}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    key_grad: Tensor | None,
+    value_grad: Tensor | None,
+    *,
+    scale: float,
+    parts: AttentionParts,
+) -> Tensor:
+    """Return the causal attention output [T, H, D] of ``q`` [T, H, D] over (past | new) rows.
+
+    ``k``, ``v`` [T, N, D] are the new rows, ``past_key``, ``past_value`` [P, N, D] the retained ones, which all
+    precede them. ``key_grad``, ``value_grad`` [G, N, D] are buffers for the gradient of the last G retained rows, at
+    least float32; the backward adds into them. Without them the retained rows are constants.
+    """
+    return _SplitAttention.apply(q, k, v, (past_key, past_value), (key_grad, value_grad), scale, parts)  # type: ignore[no-any-return]
+
+
+class _SplitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: tuple[Tensor, Tensor],
+        grads: tuple[Tensor | None, Tensor | None],
+        scale: float,
+        parts: AttentionParts,
+    ) -> Tensor:
+        inner = torch.promote_types(q.dtype, torch.float32)
+        queries = _by_heads(q.to(inner), k.shape[1])
+        out, lse = parts.part_forward(queries, k.to(inner), v.to(inner), causal=True, scale=scale)
+        for rows in _tiles(len(past[0])):
+            key, value = (x[rows].to(inner) for x in past)
+            _merge(out, lse, *parts.part_forward(queries, key, value, causal=False, scale=scale))
+        out = _by_tokens(out).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.past, ctx.grads, ctx.scale, ctx.parts = past, grads, scale, parts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        inner = torch.promote_types(q.dtype, torch.float32)
+        grad, queries, out = (_by_heads(x.to(inner), k.shape[1]) for x in (grad, q, out))
+
+        def part(key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            key, value = key.to(inner), value.to(inner)
+            return ctx.parts.part_backward(grad, queries, key, value, out, lse, causal=causal, scale=ctx.scale)
+
+        grad_q, grad_k, grad_v = part(k, v, causal=True)
+        for rows in _tiles(len(ctx.past[0])):
+            tile_q, *tile_rows = part(ctx.past[0][rows], ctx.past[1][rows], causal=False)
+            grad_q += tile_q
+            for buffer, tile in zip(ctx.grads, tile_rows, strict=True):
+                _add_rows(buffer, tile, rows.start - len(ctx.past[0]))
+        return _by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+def _tiles(rows: int) -> list[slice]:
+    return [slice(start, min(start + ROW_TILE, rows)) for start in range(0, rows, ROW_TILE)]
+
+
+def _add_rows(buffer: Tensor | None, tile: Tensor, start: int) -> None:
+    """Add ``tile``, whose first row is ``start`` < 0 counted from the past's end, where the buffer reaches."""
+    if buffer is None or len(buffer) + start + len(tile) <= 0:
+        return
+    skipped = max(-(len(buffer) + start), 0)
+    first = len(buffer) + start + skipped
+    buffer[first : first + len(tile) - skipped] += tile[skipped:]
+
+
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge another part into ``out``, ``lse`` in place: softmax over the union of both parts' rows."""
+    total = torch.logaddexp(lse, other_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.add_(other_out.mul_((other_lse - total).exp_().unsqueeze(-1)))
+    lse.copy_(total)
+
+
+def _by_heads(x: Tensor, heads: int) -> Tensor:
+    """[T, H, D] -> [N, R, T, D], contiguous."""
+    count, _, width = x.shape
+    return x.view(count, heads, -1, width).permute(1, 2, 0, 3).contiguous()
+
+
+def _by_tokens(x: Tensor) -> Tensor:
+    """[N, R, T, D] -> [T, H, D], contiguous."""
+    return x.flatten(0, 1).transpose(0, 1).contiguous()

@@ -1,0 +1,76 @@
+"""Softmax attention in plain PyTorch, in tiles: the twin that every faster attention is held against.
+
+N key/value heads, R query heads per key/value head, T queries, S rows, D width of a head.
+Tensors are at least float32; any device; float64 stays float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TILE = 512  # queries x rows of one tile of scores
+
+
+def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend ``q`` [N, R, T, D] to the rows ``k``, ``v`` [S, N, D]; ``causal`` hides row j from query i < j.
+
+    Returns the output [N, R, T, D] and the natural log-sum-exp [N, R, T] of the scores.
+    """
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for start in range(0, q.shape[2], _TILE):
+        queries = slice(start, start + _TILE)
+        tile = q[:, :, queries]
+        highest = tile.new_full((*tile.shape[:-1], 1), -torch.inf)
+        total = torch.zeros_like(highest)
+        gathered = torch.zeros_like(tile)
+        for rows in _row_tiles(k.shape[0], start + tile.shape[2] if causal else None):
+            scores = _scores(tile, k[rows], start, rows.start, causal, scale)
+            raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            scores.sub_(raised).exp_()
+            decay = (highest - raised).exp_()
+            total.mul_(decay).add_(scores.sum(-1, keepdim=True))
+            gathered.mul_(decay).add_(scores @ v[rows].movedim(1, 0).unsqueeze(1))
+            highest = raised
+        out[:, :, queries] = gathered / total
+        lse[:, :, queries] = (highest + total.log()).squeeze(-1)
+    return out, lse
+
+
+def part_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``q``, ``k``, ``v`` for one part of a split attention.
+
+    ``out`` and ``lse`` are those of the whole softmax, over all parts: then the parts' gradients simply add up.
+    """
+    delta = (grad * out).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start in range(0, q.shape[2], _TILE):
+        queries = slice(start, start + _TILE)
+        tile, tile_grad = q[:, :, queries], grad[:, :, queries]
+        for rows in _row_tiles(k.shape[0], start + tile.shape[2] if causal else None):
+            keys = k[rows].movedim(1, 0).unsqueeze(1)
+            scores = _scores(tile, k[rows], start, rows.start, causal, scale)
+            weights = scores.sub_(lse[:, :, queries, None]).exp_()
+            grad_v[rows] += (weights.transpose(-1, -2) @ tile_grad).sum(1).movedim(0, 1)
+            grad_scores = tile_grad @ v[rows].movedim(1, 0).unsqueeze(1).transpose(-1, -2)
+            grad_scores.sub_(delta[:, :, queries]).mul_(weights).mul_(scale)
+            grad_q[:, :, queries] += grad_scores @ keys
+            grad_k[rows] += (grad_scores.transpose(-1, -2) @ tile).sum(1).movedim(0, 1)
+    return grad_q, grad_k, grad_v
+
+
+def _row_tiles(rows: int, visible: int | None) -> list[slice]:
+    end = rows if visible is None else min(rows, visible)
+    return [slice(start, min(start + _TILE, end)) for start in range(0, end, _TILE)]
+
+
+def _scores(q: Tensor, k: Tensor, first_query: int, first_row: int, causal: bool, scale: float) -> Tensor:
+    """Return scores [N, R, T, S] of one tile, minus infinity where a row comes after the query."""
+    scores = (q * scale) @ k.movedim(1, 0).unsqueeze(1).transpose(-1, -2)
+    if causal:
+        queries = torch.arange(first_query, first_query + q.shape[2], device=q.device)
+        rows = torch.arange(first_row, first_row + k.shape[0], device=q.device)
+        scores.masked_fill_(rows > queries[:, None], -torch.inf)
+    return scores
