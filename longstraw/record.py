@@ -1,0 +1,407 @@
+"""Records, and W&B as their mirror: the one doorway to wandb.
+
+The record is the truth: one strict JSON line a step, written through at once, one file an attempt. W&B gets the same
+rows from a thread of its own, so that a run neither waits for it nor dies of it, whatever it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from longstraw.provenance import startup_facts
+from longstraw.schema import RecordError, check, complete, constant_keys, plain, to_line
+
+if TYPE_CHECKING:
+    from longstraw.config import TrackingConfig
+
+__all__ = [
+    "RecordError",
+    "Recorder",
+    "append_row",
+    "constant_keys",
+    "latest_attempt",
+    "records_path",
+    "startup_facts",
+]
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0  # wandb writes offline files every 15 s by default, and a killed run loses what is between
+INIT_SECONDS = 30
+FINISH_SECONDS = 60  # wandb's own default waits for a lost server for ever
+REOPEN_SECONDS = 60  # a lost W&B is opened again at most this often
+BACKLOG_ROWS = 10_000  # rows that wait for W&B; beyond that it misses some, the record does not
+
+
+def records_path(run_dir: str | Path, attempt: int) -> Path:
+    """Return the file of one attempt: ``records.jsonl``, then ``records.1.jsonl`` and so on."""
+    return Path(run_dir) / (f"records.{attempt}.jsonl" if attempt else "records.jsonl")
+
+
+def latest_attempt(run_dir: str | Path) -> int | None:
+    """Return the highest attempt that has a records file in ``run_dir``; ``None`` if there is none."""
+    found = [re.fullmatch(r"records(?:\.(\d+))?\.jsonl", path.name) for path in Path(run_dir).glob("records*.jsonl")]
+    return max((int(match[1] or 0) for match in found if match), default=None)
+
+
+def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = None) -> Path:
+    """Append a row in the name of a job that can no longer write it; return the file.
+
+    For the launcher, once the job is dead. The row joins the latest attempt's file unless ``attempt`` is given. A last
+    line that the job was killed in is closed first, so that it spoils nothing but itself.
+    """
+    attempt = latest_attempt(run_dir) or 0 if attempt is None else attempt
+    path = records_path(run_dir, attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _Lines(path, fresh=False) as lines:
+        lines.write(complete({"attempt": attempt, **row}))
+    check(row)
+    return path
+
+
+class _Lines:
+    """A file of JSON lines that holds whole lines only, also when the disk is full."""
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        self.path = path
+        if fresh and path.exists() and path.stat().st_size:
+            raise RecordError(
+                f"{path} holds an earlier run's records and is not overwritten; use another run folder, or attempt="
+                f"{(latest_attempt(path.parent) or 0) + 1} to continue that run"
+            )
+        self._file = path.open("ab+", buffering=0)
+        if not fresh and self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write one line, or leave the file as it was, show the row on stderr and raise ``RecordError``."""
+        line = to_line(row)
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            sys.stderr.write(line.decode())
+            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "writing failed"
+            raise RecordError(
+                f"{self.path}: {why} ({error.strerror}), so the record of step {row.get('step')} is not in it; "
+                f"the row is on stderr. Earlier rows are whole. Free some space and run on from the checkpoint"
+            ) from error
+
+    def close(self) -> None:
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):  # every line is with the kernel already; some file systems cannot sync
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Recorder:
+    """Write a job's rows to its records file, and mirror them to W&B.
+
+    ``run_dir`` is the job's folder, ``config`` its whole configuration as nested dicts, ``group`` the sweep's name,
+    ``constants`` keys that every row shares. Only rank 0 writes; on other ranks every call does nothing. A records
+    file with rows in it is never overwritten: ``RecordError``.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        run_id: str,
+        attempt: int = 0,
+        config: dict[str, Any] | None = None,
+        tracking: TrackingConfig | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        constants: dict[str, Any] | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.path = records_path(run_dir, attempt)
+        self._attempt = attempt
+        self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
+        self._lines: _Lines | None = None
+        self._mirror: _Mirror | None = None
+        self._status: str | None = None
+        if rank != 0:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = _Lines(self.path, fresh=True)
+        options = {
+            "id": run_id,
+            "group": group,
+            "name": name,
+            "project": getattr(tracking, "project", "longstraw"),
+            "entity": getattr(tracking, "entity", None),
+            "tags": list(getattr(tracking, "tags", [])),
+            "config": {**plain(config or {}), "attempt": attempt},
+        }
+        # Two processes that open one run id in one folder within a second overwrite each other's file.
+        folder = self.path.parent / "wandb" / f"attempt-{attempt}"
+        self._mirror = _Mirror.start(folder, getattr(tracking, "mode", "auto"), options)
+
+    @property
+    def superseded(self) -> bool:
+        """Whether a later attempt of this job has begun, so that this one is a zombie and should stop."""
+        return (latest_attempt(self.path.parent) or 0) > self._attempt
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write one row; keys it lacks are null.
+
+        Raises ``RecordError`` if the file cannot be written, and, with the row safely written without it, for a key
+        that is not in the listing or a value of the wrong type.
+        """
+        if self._lines is None:
+            return
+        row = {**self._constants, **row}
+        full = complete(row)
+        self._lines.write(full)
+        self._status = full["status"]
+        if self._mirror is not None:
+            self._mirror.log(full)
+        check(row)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the file, synced to the disk, and let W&B finish, for two minutes at most."""
+        if self._lines is not None:
+            self._lines.close()
+        if self._mirror is not None:
+            self._mirror.close(exit_code, preempted=self._status == "preempted")
+            self._mirror = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = error.code if isinstance(error, SystemExit) else 0 if error is None else 1
+        self.close(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``row`` as W&B gets it: ``{"a": {"b": 1}}`` as ``{"a/b": 1}``, without nulls."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif value is not None:
+            flat[prefix + key] = value
+    return flat
+
+
+class _Mirror:
+    """One W&B run, fed by a daemon thread; nothing raises, and only ``close`` waits, with a limit."""
+
+    def __init__(self, wandb: Any, folder: Path, mode: str, options: dict[str, Any]) -> None:
+        self._wandb = wandb
+        self._folder = folder
+        self._mode = mode
+        self._options = options
+        self._run: Any = None
+        self._opened = False  # ever; only a run that was open once is opened again
+        self._retry_at = 0.0
+        self._given_up = False
+        self._said: set[str] = set()
+        self._exit_code = 0
+        self._preempted = False
+        self._stop = threading.Event()
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG_ROWS)
+        self._backlog: deque[dict[str, Any]] = deque(maxlen=BACKLOG_ROWS)
+        self._thread = threading.Thread(target=self._work, name="longstraw-wandb", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def start(folder: Path, mode: str, options: dict[str, Any]) -> _Mirror | None:
+        """Return the mirror, or ``None`` where it is switched off or wandb is missing or broken."""
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE", "auto").lower()
+            mode = {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
+        if mode == "disabled":
+            return None
+        if mode not in ("auto", "online", "offline"):
+            _warn(f"WANDB_MODE={mode} is not one of online, offline, disabled; taken as offline")
+            mode = "offline"
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry would ask for the network
+        try:
+            import wandb  # here, not in the thread: imports of two threads at once can meet half-made modules
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            _warn(f"wandb cannot be imported ({_short(error)}); going on without it")
+            return None
+        return _Mirror(wandb, folder, mode, options)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Hand a row over; drop it if W&B is far behind or gone."""
+        if self._given_up:
+            return
+        try:
+            self._queue.put_nowait(row)
+        except queue.Full:
+            self._given_up = True
+            _warn(f"it is {BACKLOG_ROWS} rows behind; it gets no more of them")
+
+    def close(self, exit_code: int, *, preempted: bool) -> None:
+        """Let W&B take what waits and finish; leave it behind if it does not."""
+        self._exit_code, self._preempted = exit_code, preempted
+        self._stop.set()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(INIT_SECONDS + FINISH_SECONDS + 30)
+        if self._thread.is_alive():
+            _warn("it does not finish; left behind")
+
+    def _work(self) -> None:
+        try:
+            self._run = self._open()
+            self._opened = self._run is not None
+            while self._opened:
+                row = self._queue.get()
+                if row is not None:
+                    self._backlog.append(row)
+                    self._send()
+                if self._stop.is_set() and self._queue.empty():
+                    break
+            self._finish()
+        except BaseException as error:  # a thread's last words, not the run's
+            self._warn(f"{_short(error)}; going on without it")
+        finally:
+            self._given_up = True
+
+    def _send(self) -> None:
+        """Log what waits; on failure take the run as lost, and open it again if that is not too soon."""
+        while self._backlog:
+            if self._run is None and not self._reopen():
+                return
+            try:
+                self._run.log(flatten(self._backlog[0]))
+                self._backlog.popleft()
+            except Exception as error:  # e.g. ConnectionResetError: SLURM's SIGTERM kills wandb's own process too
+                self._warn(f"lost ({_short(error)}); it will be opened again")
+                self._drop()
+
+    def _reopen(self) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        self._retry_at = time.monotonic() + REOPEN_SECONDS
+        time.sleep(1.1)  # run folders are named by the second
+        self._run = self._open()
+        return self._run is not None
+
+    def _finish(self) -> None:
+        if self._backlog:
+            self._retry_at = 0.0
+            self._send()
+        if self._run is None:
+            return
+        try:
+            if self._preempted:
+                self._run.mark_preempting()
+            self._run.finish(exit_code=self._exit_code)
+        except Exception as error:
+            self._warn(f"it did not finish properly ({_short(error)})")
+            self._drop()
+
+    def _open(self) -> Any:
+        """Return an open run: online, else offline, else ``None``; one line of warning for each that failed."""
+        modes = ["online", "offline"] if self._online() else ["offline"]
+        for mode, then in zip(modes, [*modes[1:], "without it"], strict=True):
+            try:
+                return self._init(mode)
+            except BaseException as error:
+                self._warn(f"{mode} failed ({_short(error)}); going on {then}")
+                self._drop()
+        return None
+
+    def _online(self) -> bool:
+        if self._mode == "offline":
+            return False
+        has_key = _has_key(self._wandb)
+        if self._mode == "online" and not has_key:
+            self._warn(
+                "online was asked for but no key is configured (WANDB_API_KEY, or `wandb login`); going on offline"
+            )
+        return has_key
+
+    def _init(self, mode: str) -> Any:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        settings = self._wandb.Settings(
+            x_transaction_log_flush_interval=FLUSH_SECONDS,
+            init_timeout=INIT_SECONDS,
+            finish_timeout=FINISH_SECONDS,
+            console="off",
+            silent=True,
+            allow_val_change=True,  # a later attempt differs in its number
+        )
+        self._run = run = self._wandb.init(
+            dir=str(self._folder), mode=mode, resume="allow", reinit="create_new", settings=settings, **self._options
+        )
+        # Where it cannot write, wandb moves to the node's own /tmp without a word.
+        if not Path(run.settings.sync_dir).resolve().is_relative_to(self._folder.resolve()):
+            raise OSError(f"wandb cannot write to {self._folder}, it moved to {run.settings.sync_dir}")
+        # No step= ever: a server drops steps below its own, and a requeued job repeats some.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _drop(self) -> None:
+        """Forget the run and wandb's background process, which may be dead."""
+        self._run = None
+        with contextlib.suppress(BaseException):
+            self._wandb.teardown()
+
+    def _warn(self, message: str) -> None:
+        """Say each thing once: a lost run may fail to open again every minute for days."""
+        if message not in self._said:
+            self._said.add(message)
+            _warn(message)
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether wandb would find a key without asking: environment, netrc or its settings. No network, no prompt."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        from wandb.sdk.lib import wbauth
+
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+        found = wbauth.authenticate_session(
+            host=settings.base_url, source="longstraw", prompt=False, update_session=False
+        )
+        return bool(settings.api_key or found)
+    except Exception:
+        return False
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def _warn(message: str) -> None:
+    log.warning("W&B: %s", message)

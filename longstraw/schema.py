@@ -1,0 +1,221 @@
+"""The record's keys: names, types and meanings, and the functions that fill and check a row.
+
+A record is one JSON object a step, flat, with these keys in this order. Keys are added, never renamed. Sizes are exact
+integers in bytes, times are seconds, positions are tokens; formats belong to ``analysis/``. A key that does not apply
+is null. JSON has no NaN: ``Recorder`` writes the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, and
+``numbers`` turns them back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longstraw.config import RunConfig
+
+SCHEMA = 1
+STATUSES = ("ok", "oom", "too_large", "preempted", "error")
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the record: its type (``None`` is always allowed) and what it means."""
+
+    name: str
+    type: type
+    meaning: str
+
+
+def _keys(listing: str) -> dict[str, Key]:
+    """Parse lines of ``name type meaning``."""
+    types: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
+    keys = {}
+    for line in listing.strip().splitlines():
+        name, kind, meaning = line.split(maxsplit=2)
+        keys[name] = Key(name, types[kind], meaning)
+    return keys
+
+
+KEYS = _keys("""
+    schema                         int    version of this listing
+    run_id                         str    one job, over all its attempts; also its id in W&B
+    attempt                        int    0, and one more after each requeue
+    claim                          str    name under which analysis groups records
+    status                         str    ok, oom, too_large, preempted or error
+    error                          str    why, where the status is not ok
+    failed_rank                    int    the rank that failed first
+    mode                           str    run, simulate or emulate
+    evidence                       str    the rung this result stands on; finished unless more was proved
+    model                          str    name of the model's configuration
+    parameters                     int    elements in all parameters
+    trainable_parameters           int    elements in those that get a gradient
+    frozen                         bool   whether the base model is frozen, only an adapter being trained
+    adapter                        str    name of the adapter's configuration, or none
+    algorithm                      str    name of the policy loss
+    data                           str    name of the task
+    dtype                          str    of parameters and activations
+    state_dtype                    str    of the retained rows
+    state_device                   str    where the retained state lies
+    rope_scaling                   dict   how angles are scaled beyond the native length
+    hardware                       str    name of the hardware's configuration
+    device_name                    str    as the driver, or the processor, calls itself
+    world_size                     int    ranks
+    cp                             int    ranks that share a prompt's positions
+    ep                             int    ranks that share the experts
+    dp                             int    replicas of a group
+    nodes                          int    machines
+    selfcheck                      str    outcome of the kernels' self-check on this device
+    step                           int    optimizer step, from 0
+    group_size                     int    responses that share the prompt
+    context                        int    positions of one branch: prompt and longest allowed response
+    prompt_positions               int    tokens in the prompt
+    response_positions             int    tokens in the longest response
+    prefilled_positions            int    evaluated without autograd to build the state
+    replayed_positions             int    evaluated with autograd, over all responses
+    scored_positions               int    evaluated without a graph for old or reference log-probabilities
+    recomputed_positions           int    prompt positions evaluated again by the prompt backward
+    chunk                          int    prompt positions evaluated at a time, over all ranks
+    prompt_grad                    str    detached or exact
+    prompt_grad_window             int    prompt positions the gradient walks back through; null: all of them
+    refresh_every                  int    optimizer steps that share one retained prompt
+    state_age                      int    optimizer steps since the prompt was evaluated
+    peak_allocated_bytes           int    most bytes allocated at once during the step, on the worst rank
+    peak_allocated_bytes_by_rank   list   the same, one number a rank
+    peak_verb                      str    the verb during which it was reached
+    peak_by_verb                   dict   peak within each verb
+    peak_reserved_bytes            int    most bytes held by the allocator, used or not
+    predicted_peak_bytes           int    what budget.py said beforehand
+    measured_by                    str    cuda, or storages counted by memory.py
+    peak_bytes_by_kind             dict   what the peak consisted of
+    predicted_bytes_by_kind        dict   what budget.py said it would consist of
+    parameter_bytes                int    parameters on one rank
+    gradient_bytes                 int    their gradients
+    optimizer_bytes                int    the optimizer's state
+    retained_bytes                 int    what is kept of the prompt for the branches
+    retained_bytes_by_kind         dict   the same by kind of state
+    state_gradient_bytes           int    gradient buffers of the retained state
+    snapshot_bytes                 int    states at chunk borders, kept for the prompt backward
+    host_bytes                     int    retained in host memory
+    bytes_sent_by_collective       dict   sent by one rank, by collective operation
+    seconds                        float  the whole step
+    seconds_by_verb                dict   prefill, sample, score, replay, prompt_backward, optimizer
+    flops                          float  arithmetic of the step by formula, over all ranks
+    model_flops_utilization        float  flops over seconds and the device's peak
+    loss                           float  of the policy, over the group
+    reward_mean                    float  over the group
+    reward_std                     float  over the group, unbiased
+    advantage_abs_mean             float  mean absolute advantage
+    kl                             float  estimate against the reference policy
+    clip_fraction                  float  tokens whose ratio was clipped
+    entropy                        float  mean over tokens, nats
+    grad_norm                      float  before clipping
+    logprob_drift                  float  mean absolute difference from a freshly evaluated prompt
+    loss_drift                     float  the loss's relative difference from a freshly evaluated prompt
+    commit                         str    of the checkout; null where there is none
+    dirty                          bool   whether tracked files differed from that commit
+    versions                       dict   of Python and the packages that matter
+    command                        str    as typed
+    started_at                     str    of the job, UTC
+""")
+
+
+class RecordError(RuntimeError):
+    """A record that could not be written, or a row that is not what the listing says; the message says which."""
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as what JSON knows: 0-d tensors and numpy scalars as numbers, paths as strings."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if callable(getattr(value, "tolist", None)):  # torch and numpy, without importing either
+        return plain(value.detach().tolist() if hasattr(value, "detach") else value.tolist())
+    return str(value)
+
+
+def complete(row: dict[str, Any]) -> dict[str, Any]:
+    """Return ``row`` with every key of the listing, in its order, nulls where it says nothing.
+
+    Keys that are not in the listing are left out; ``check`` is there to find them.
+    """
+    full = {name: plain(row.get(name)) for name in KEYS}
+    full["schema"] = SCHEMA
+    if full["status"] == "ok" and full["evidence"] is None:
+        full["evidence"] = "finished"
+    return full
+
+
+def check(row: dict[str, Any]) -> None:
+    """Raise ``RecordError`` for an unknown key, a value of another type or an unknown status."""
+    for name, value in row.items():
+        if name not in KEYS:
+            near = difflib.get_close_matches(name, KEYS, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; the keys are {', '.join(KEYS)}"
+            raise RecordError(f"record key {name!r} is not in the listing{hint}")
+        if value is not None and not _fits(plain(value), KEYS[name].type):
+            raise RecordError(f"record key {name} must be {KEYS[name].type.__name__}, not {value!r}")
+    if row.get("status") not in STATUSES:
+        raise RecordError(f"record key status={row.get('status')!r} is not one of {', '.join(STATUSES)}")
+
+
+def _fits(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def to_line(row: dict[str, Any]) -> bytes:
+    """Return ``row`` as one line of strict JSON; NaN and the infinities become strings (see ``numbers``)."""
+    return json.dumps(_strict(row), allow_nan=False).encode() + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, list) else value
+
+
+def numbers(value: Any) -> Any:
+    """Return a value read from a record with ``"NaN"`` and the infinities as floats again, at any depth."""
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: numbers(item) for key, item in value.items()}
+    return [numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def constant_keys(config: RunConfig) -> dict[str, Any]:
+    """Return the keys that the configuration alone decides, so that a row written before any step is complete.
+
+    ``mode`` is null while it is still ``auto``.
+    """
+    return {
+        "claim": config.claim,
+        "mode": None if config.mode == "auto" else config.mode,
+        "model": config.model.name,
+        "adapter": config.adapter.name,
+        "algorithm": config.algorithm.name,
+        "data": config.data.name,
+        "dtype": config.model.dtype,
+        "rope_scaling": getattr(config.model, "rope_scaling", None),
+        "hardware": config.hardware.name,
+        "world_size": config.hardware.world_size,
+        "nodes": config.hardware.nodes,
+        "group_size": config.group_size,
+        "context": config.context,
+        "prompt_positions": config.prompt_positions,
+        "chunk": config.chunk,
+        "prompt_grad": config.prompt_grad,
+        "prompt_grad_window": config.prompt_grad_window,
+        "refresh_every": config.refresh_every,
+    }
