@@ -13,6 +13,10 @@
 
 The loss of a group is the plain sum of its branches' losses: each branch can be differentiated and dropped on its own.
 
+TRL's loss is the same but for three choices: it adds 1e-4 to the standard deviation, it does not limit the ratio to
+exp(20), and its clip fraction counts a clipped sequence once where this one counts the sequence's tokens. Its ``dapo``
+divides by the tokens of all groups of the batch, which for one group is ``normalize=group`` (its ``bnpo``).
+
 Shapes: P prompt positions, R response positions.
 """
 
