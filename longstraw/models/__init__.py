@@ -1,0 +1,73 @@
+"""Models by name, with random weights or from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
+from longstraw.models import qwen3_6
+from longstraw.models.decoder import Decoder
+from longstraw.models.weights import load_weights
+from longstraw.ops import choose_ops
+
+_ARCHITECTURES = {"qwen3_6": qwen3_6}
+
+
+def build_model(
+    model: str | ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    backend: str | None = None,
+    **overrides: Any,
+) -> Decoder:
+    """Return a model with random weights drawn from ``seed``.
+
+    ``model`` is a name in ``conf/model`` or a configuration; ``overrides`` change its fields. On the ``meta`` device
+    nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``reference`` elsewhere.
+    The same seed gives the same weights in every dtype, up to rounding.
+    """
+    config = load_model_config(model, **overrides) if isinstance(model, str) else model
+    architecture = _ARCHITECTURES[config.architecture]
+    device = torch.device(device)
+    with torch.device("meta"):
+        decoder = architecture.build(config, _ops(backend, device))
+    if device.type != "meta":
+        decoder.to_empty(device="cpu")
+        architecture.initialise(decoder, torch.Generator().manual_seed(seed))
+    return decoder.to(device=device, dtype=_dtype(dtype, config))
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    backend: str | None = None,
+    **overrides: Any,
+) -> Decoder:
+    """Return the model of a checkpoint folder in transformers' format: ``config.json`` and safetensors.
+
+    ``dtype`` is by default the one the checkpoint's config names. ``overrides`` change fields of its configuration.
+    """
+    config = read_model_config(folder, **overrides)
+    device = torch.device(device)
+    with torch.device("meta"):
+        decoder = _ARCHITECTURES[config.architecture].build(config, _ops(backend, device))
+    load_weights(decoder, folder, dtype=_dtype(dtype, config), device=device)
+    return decoder
+
+
+def _ops(backend: str | None, device: torch.device) -> Any:
+    return choose_ops(backend or ("cpu" if device.type in ("cpu", "meta") else "reference"))
+
+
+def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    choose("dtype", dtype or config.dtype, DTYPES)
+    return getattr(torch, dtype or config.dtype)  # type: ignore[no-any-return]

@@ -23,9 +23,7 @@ INNER = 64  # positions solved at a time; prompt chunks are cut at multiples of 
 SEGMENT = 512  # positions whose intermediates are alive at a time
 
 
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs [T, B, V] in ``v``'s dtype and the final state [B, K, V].
 
     ``q``, ``k`` [T, A, K] are normalised here (L2, epsilon 1e-6 under the root; queries scaled by K^-0.5); ``v``
@@ -50,11 +48,12 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        saved, rows = ctx.saved_tensors, ctx.saved_tensors[:5]
+        q, k, v, g, beta, *borders = ctx.saved_tensors
+        rows = (q, k, v, g, beta)
         grads = [torch.empty_like(x) for x in rows]
-        for i in reversed(range(len(saved) - 5)):
+        for i, border in reversed(list(enumerate(borders))):
             piece = slice(i * SEGMENT, (i + 1) * SEGMENT)
-            leaves = [x.detach().requires_grad_() for x in (*(x[piece] for x in rows), saved[5 + i])]
+            leaves = [x.detach().requires_grad_() for x in (*(x[piece] for x in rows), border)]
             with torch.enable_grad():
                 outputs = _segment(*leaves)
             *row_grads, grad_state = torch.autograd.grad(outputs, leaves, (grad_out[piece], grad_state))

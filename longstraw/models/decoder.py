@@ -1,0 +1,105 @@
+"""A decoder of pre-norm blocks over a retained past. Modules carry the names of transformers' classes.
+
+T positions, d model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longstraw.config import ModelConfig
+from longstraw.ops import Ops
+from longstraw.state import Past, RetainedState, Tensors
+
+
+class Mixer(Protocol):
+    """What a block asks of its token mixer; see ``layers.attention`` and ``layers.delta``."""
+
+    def __call__(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]: ...
+
+    def update(self, x: Tensor, past: Past) -> Tensors: ...
+
+    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> RetainedState: ...
+
+
+class Block(nn.Module):
+    """``x += mixer(norm(x)); x += feedforward(norm(x))``. The subclass names the mixer as its checkpoint does."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+
+    @property
+    def mixer(self) -> Mixer:
+        raise AttributeError(f"{type(self).__name__} names no mixer")
+
+    def forward(self, x: Tensor, past: Past, state_only: bool) -> tuple[Tensor | None, Tensors]:
+        """Return the block's output [T, d], or None where only its state is wanted, and what it adds to the state."""
+        normed = self.input_layernorm(x)
+        if state_only:
+            return None, self.mixer.update(normed, past)
+        mixed, update = self.mixer(normed, past)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), update
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = norm
+
+
+class Decoder(nn.Module):
+    """A causal language model that reads its past from outside and stores nothing.
+
+    With autograd on, every block is checkpointed: its activations are made again in the backward.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, blocks: Sequence[Block], norm: nn.Module):
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.model = Trunk(config, blocks, norm)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def new_states(self, positions: int, grad_from: int | None = None) -> list[RetainedState]:
+        """Return an empty state a layer for ``positions`` prompt positions.
+
+        A gradient can be had for positions from ``grad_from`` on; None: for none.
+        """
+        dtype = self.lm_head.weight.dtype
+        return [block.mixer.new_state(positions, grad_from=grad_from, dtype=dtype) for block in self._blocks()]
+
+    def forward(
+        self, tokens: Tensor, past: Sequence[Past], state_only: bool = False
+    ) -> tuple[Tensor | None, list[Tensors]]:
+        """Return the normed hidden states [T, d] of ``tokens`` [T] and what each layer adds to its state.
+
+        With ``state_only`` the hidden states are None, and the last block does no more than its state asks for.
+        """
+        x: Tensor | None = self.model.embed_tokens(tokens)
+        updates = []
+        blocks = self._blocks()
+        for i, (block, layer_past) in enumerate(zip(blocks, past, strict=True)):
+            arguments = (x, layer_past, state_only and i == len(blocks) - 1)
+            if torch.is_grad_enabled():
+                x, update = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, update = block(*arguments)
+            updates.append(update)
+        return None if state_only else self.model.norm(x), updates
+
+    def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [T, d]."""
+        return self.ops.logprob(hidden, self.lm_head.weight, targets)
+
+    def _blocks(self) -> list[Block]:
+        return list(self.model.layers)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Qwen3.6: three Gated DeltaNet layers to one of gated full attention, SwiGLU, zero-centred norms.
+
+Names and shapes of parameters are those of transformers' ``Qwen3_5ForCausalLM``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from longstraw.config import ModelConfig, Qwen36Config
+from longstraw.layers.attention import GatedAttention
+from longstraw.layers.delta import GatedDeltaNet
+from longstraw.layers.feedforward import SwiGLU
+from longstraw.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm
+from longstraw.models.decoder import Block, Decoder, Mixer
+from longstraw.ops import Ops
+
+
+class Qwen36Block(Block):
+    """One layer; its mixer is ``linear_attn`` or ``self_attn`` by the layer's type."""
+
+    def __init__(self, config: Qwen36Config, layer_type: str, ops: Ops):
+        super().__init__()
+        self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if layer_type == "full_attention":
+            self.self_attn = GatedAttention(config, ops)
+        else:
+            self.linear_attn = GatedDeltaNet(config, ops)
+        self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn if hasattr(self, "self_attn") else self.linear_attn
+
+
+def build(config: ModelConfig, ops: Ops) -> Decoder:
+    """Return the model with parameters allocated on the current default device but not initialised."""
+    assert isinstance(config, Qwen36Config)
+    blocks = [Qwen36Block(config, layer_type, ops) for layer_type in config.layer_types]
+    return Decoder(config, ops, blocks, ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps))
+
+
+@torch.no_grad()
+def initialise(model: Decoder, generator: torch.Generator) -> None:
+    """Draw random weights: normal matrices, and decays as Gated DeltaNet was published with.
+
+    Decay rates are uniform in [1, 16], time steps log-uniform in [0.001, 0.1]: exp(g) from 0.2 to 0.999, so some
+    heads remember over a thousand positions.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(0, model.config.initializer_range, generator=generator)
+        elif isinstance(module, ZeroCentredRMSNorm):
+            module.weight.zero_()
+        elif isinstance(module, GatedRMSNorm):
+            module.weight.fill_(1)
+        elif isinstance(module, GatedDeltaNet):
+            bound = module.taps**-0.5
+            module.conv1d.weight.uniform_(-bound, bound, generator=generator)
+            module.A_log.uniform_(1, 16, generator=generator).log_()
+            step = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+            module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus

@@ -1,0 +1,180 @@
+"""What a layer retains of the prompt, so that later tokens can be evaluated without it.
+
+Two growth laws cover every layer kind: ``Appended`` keeps a row a position, ``Carried`` a summary that every chunk
+rewrites. A layer names its tensors; the law decides how they are stored, how far back they can be viewed, and where
+their gradient goes. The state of a prompt is immutable while branches run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+class Past:
+    """What earlier positions left for one layer to read.
+
+    Deliberately no container that PyTorch's pytrees know: module hooks must neither cast these tensors nor hold them.
+    ``grad(name)`` is the buffer for the gradient of the last rows of ``past[name]``, or None where it is a constant.
+    """
+
+    __slots__ = ("_grads", "_tensors", "positions")
+
+    def __init__(self, positions: int, tensors: Tensors, grads: Tensors | None = None):
+        self.positions = positions
+        self._tensors, self._grads = tensors, grads or {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def grad(self, name: str) -> Tensor | None:
+        return self._grads.get(name)
+
+
+class RetainedState(Protocol):
+    """The four verbs of a growth law, and what it holds by kind of memory."""
+
+    positions: int  # how many the state covers
+
+    def absorb(self, update: Tensors, count: int) -> None:
+        """Keep what ``count`` new positions add."""
+
+    def leaves(self, end: int, grad: bool) -> Past:
+        """Return the state as positions [0, end) left it; with ``grad``, what is done with it leaves its gradient."""
+
+    def cotangent(self, start: int, end: int) -> Tensors:
+        """Return, and forget, the gradient owed to the update of positions [start, end)."""
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes by tensor name, without gradients and snapshots."""
+
+    def difference(self, update: Tensors, start: int, end: int) -> float:
+        """Return the largest absolute difference of ``update`` from what positions [start, end) left."""
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor held with its kind: ``retained``, ``state_gradient`` or ``snapshots``."""
+
+
+class Appended:
+    """One row a position, in buffers allocated once at full length: keys and values, latents, index keys."""
+
+    def __init__(
+        self,
+        capacity: int,
+        rows: dict[str, tuple[int, ...]],
+        *,
+        grad_from: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        frozen: tuple[str, ...] = (),
+    ):
+        """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none)."""
+        self.positions = 0
+        self._rows = {n: torch.empty(capacity, *shape, dtype=dtype, device=device) for n, shape in rows.items()}
+        self._grad_from = capacity if grad_from is None else grad_from
+        self._learnt = [name for name in rows if name not in frozen]
+        self._grads: Tensors = {}
+
+    def absorb(self, update: Tensors, count: int) -> None:
+        for name, rows in update.items():
+            self._rows[name][self.positions : self.positions + count] = rows.detach()
+        self.positions += count
+
+    def leaves(self, end: int, grad: bool) -> Past:
+        rows = {name: rows[:end] for name, rows in self._rows.items()}
+        if not grad or end <= self._grad_from:
+            return Past(end, rows)
+        return Past(end, rows, {name: buffer[: end - self._grad_from] for name, buffer in self._buffers().items()})
+
+    def cotangent(self, start: int, end: int) -> Tensors:
+        if start < self._grad_from:
+            raise IndexError(f"no gradient is kept for position {start}, only from {self._grad_from}")
+        piece = slice(start - self._grad_from, end - self._grad_from)
+        return {name: buffer[piece] for name, buffer in self._grads.items()}
+
+    def num_bytes(self) -> dict[str, int]:
+        return {name: rows.nbytes for name, rows in self._rows.items()}
+
+    def difference(self, update: Tensors, start: int, end: int) -> float:
+        return max(_difference(self._rows[name][start:end], rows) for name, rows in update.items())
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("retained", rows) for rows in self._rows.values())
+        yield from (("state_gradient", buffer) for buffer in self._grads.values())
+
+    def _buffers(self) -> Tensors:
+        """The gradient buffers, made when the first branch asks: the prompt's prefill runs without them."""
+        if not self._grads:
+            for name in self._learnt:
+                rows = self._rows[name]
+                shape = (len(rows) - self._grad_from, *rows.shape[1:])
+                dtype = torch.promote_types(rows.dtype, torch.float32)
+                self._grads[name] = torch.zeros(shape, dtype=dtype, device=rows.device)
+        return self._grads
+
+
+class Carried:
+    """A summary of fixed size that every chunk rewrites: recurrent matrix, convolution tail.
+
+    Where a gradient is wanted, a snapshot stands at every chunk border it passes.
+    """
+
+    def __init__(self, initial: Tensors, *, grad_from: int | None):
+        """Start from ``initial``, the state before any position; keep snapshots from ``grad_from`` on (None: none)."""
+        self.positions = 0
+        self._grad_from = grad_from
+        self._snapshots = {0: initial}
+        self._grads: Tensors = {}
+
+    def absorb(self, update: Tensors, count: int) -> None:
+        if self._grad_from is None or self.positions < self._grad_from:
+            del self._snapshots[self.positions]
+        self.positions += count
+        self._snapshots[self.positions] = {name: tensor.detach() for name, tensor in update.items()}
+
+    def leaves(self, end: int, grad: bool) -> Past:
+        if end not in self._snapshots:
+            raise IndexError(f"no snapshot stands at position {end}, only at {sorted(self._snapshots)}")
+        tensors = {name: tensor.detach() for name, tensor in self._snapshots[end].items()}
+        for name, leaf in tensors.items() if grad else ():
+            leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._add, name))
+        return Past(end, tensors)
+
+    def cotangent(self, start: int, end: int) -> Tensors:
+        self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}
+        owed, self._grads = self._grads, {}  # the border moves left; a new sum begins there
+        return owed
+
+    def num_bytes(self) -> dict[str, int]:
+        return {name: tensor.nbytes for name, tensor in self._snapshots[max(self._snapshots)].items()}
+
+    def difference(self, update: Tensors, start: int, end: int) -> float:
+        return max(_difference(self._snapshots[end][name], tensor) for name, tensor in update.items())
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        for at, snapshot in self._snapshots.items():
+            kind = "retained" if at == self.positions else "snapshots"
+            yield from ((kind, tensor) for tensor in snapshot.values())
+        yield from (("state_gradient", gradient) for gradient in self._grads.values())
+
+    def _add(self, name: str, leaf: Tensor) -> None:
+        """Take a leaf's gradient as soon as it is complete, summed over branches in at least float32."""
+        assert leaf.grad is not None
+        if name in self._grads:
+            self._grads[name] += leaf.grad
+        else:
+            self._grads[name] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+        leaf.grad = None
+
+
+def _difference(kept: Tensor, again: Tensor) -> float:
+    again = again.detach()
+    if torch.equal(kept, again.to(kept.dtype)):
+        return 0.0
+    return float((kept.double() - again.double()).abs().max())

@@ -1,0 +1,340 @@
+"""One GRPO step over a group that shares a prompt: prefill, retain, score, replay and, if asked, the prompt backward.
+
+With z the retained state, the gradient of the loss l is
+
+    dL/dtheta  =  dl/dtheta |z   +   (dz/dtheta)^T dl/dz
+
+``detached`` computes the first term, as the LongStraw paper does (arXiv 2607.14952); ``exact`` both: the branches leave
+dl/dz on the state, and the prompt backward walks the prompt's chunks from last to first, evaluates each again with
+autograd on the state before it, and hands the state's gradient on to the left.
+
+The last prompt token is not retained: every branch replays it, so the loss meets the prompt only through the state.
+P prompt positions, of which P - 1 are retained; R response positions; d model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longstraw.config import INNER_CHUNK, PROMPT_GRADS, AlgorithmConfig, choose
+from longstraw.grpo import Group, Statistics, advantages, branch_loss, denominators
+from longstraw.models.decoder import Decoder
+from longstraw.state import RetainedState
+
+
+class Observer:
+    """Told what the step does, as it does it; the base class ignores it. A place to stop safely is between calls."""
+
+    def verb(self, name: str, positions: int) -> AbstractContextManager[None]:
+        """Enter a verb that will evaluate ``positions``."""
+        return nullcontext()
+
+    def advance(self, positions: int) -> None:
+        """Note that a chunk or a branch of ``positions`` is done."""
+
+    def holds(self, states: Sequence[RetainedState]) -> None:
+        """Note that what ``states`` hold has changed."""
+
+
+_UNOBSERVED = Observer()
+
+
+@dataclass(frozen=True)
+class Retained:
+    """A prompt that was evaluated once. A prompt backward spends it."""
+
+    states: list[RetainedState]
+    prompt: Tensor  # [P]
+    chunk: int
+    grad_from: int | None  # the first position whose state gets a gradient; None: no position's does
+
+    @property
+    def positions(self) -> int:
+        return len(self.prompt) - 1
+
+    def num_bytes(self) -> dict[str, int]:
+        """Return the bytes of the state by tensor name, over all layers."""
+        total: dict[str, int] = {}
+        for state in self.states:
+            for name, size in state.num_bytes().items():
+                total[name] = total.get(name, 0) + size
+        return total
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed; gradients are on the model's parameters."""
+
+    loss: Tensor  # 0-d
+    logprobs: list[Tensor]  # [R] a response, on the host
+    entropy: float  # mean over the tokens in the loss
+    statistics: Statistics
+    retained_bytes: dict[str, int]  # by tensor name
+    recompute_difference: float | None  # largest |state evaluated again - state retained|; None without prompt backward
+    prefilled_positions: int
+    replayed_positions: int
+    scored_positions: int
+    recomputed_positions: int  # prompt positions evaluated again by the prompt backward
+
+
+def gradient_start(positions: int, chunk: int, prompt_grad: str, window: int | None) -> int | None:
+    """Return the first of ``positions`` retained ones whose state gets a gradient, or None if none does.
+
+    A window counts back from the last retained position, rounded up to a chunk border.
+    """
+    choose("prompt_grad", prompt_grad, PROMPT_GRADS)
+    if window is not None and window < 0:
+        raise ValueError(f"prompt_grad_window={window} must be 0 or more, or None for the whole prompt")
+    if prompt_grad == "detached" or window == 0 or positions == 0:
+        return None
+    return 0 if window is None else max(positions - window, 0) // chunk * chunk
+
+
+@torch.no_grad()
+def prefill(
+    model: Decoder, prompt: Tensor, *, chunk: int, grad_from: int | None = None, observer: Observer = _UNOBSERVED
+) -> Retained:
+    """Evaluate ``prompt`` [P] without autograd, ``chunk`` positions at a time, and retain its state.
+
+    ``chunk`` is a multiple of 64. ``grad_from`` as ``gradient_start`` gives it: from there on what the prompt backward
+    needs is kept too.
+    """
+    if chunk < INNER_CHUNK or chunk % INNER_CHUNK:
+        raise ValueError(f"chunk={chunk} must be a multiple of {INNER_CHUNK}")
+    positions = len(prompt) - 1
+    states = model.new_states(positions, grad_from)
+    retained = Retained(states, prompt, chunk, grad_from)
+    with observer.verb("prefill", positions):
+        observer.holds(states)
+        for tokens in prompt[:positions].split(chunk) if positions else ():
+            _, updates = model(tokens, [s.leaves(s.positions, grad=False) for s in states], state_only=True)
+            for state, update in zip(states, updates, strict=True):
+                state.absorb(update, len(tokens))
+            del updates
+            observer.holds(states)
+            observer.advance(len(tokens))
+    return retained
+
+
+@torch.no_grad()
+def score(
+    model: Decoder, retained: Retained, responses: Sequence[Tensor], *, observer: Observer = _UNOBSERVED
+) -> list[Tensor]:
+    """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host."""
+    scored = []
+    with observer.verb("score", sum(map(len, responses))):
+        for response in responses:
+            logprobs, _ = _branch(model, retained, response, grad=False)
+            scored.append(logprobs.cpu())
+            observer.advance(len(response))
+    return scored
+
+
+def replay(
+    model: Decoder,
+    retained: Retained,
+    group: Group,
+    *,
+    algorithm: AlgorithmConfig,
+    response_length: int,
+    old_logprobs: list[Tensor] | None = None,
+    reference_logprobs: list[Tensor] | None = None,
+    observer: Observer = _UNOBSERVED,
+) -> tuple[Tensor, list[Tensor], float, Statistics]:
+    """Run the branches of ``group`` one at a time with autograd; each graph is freed before the next one is built.
+
+    Gradients add up on the parameters and, where it takes part, on the retained state. Returns the group's loss, the
+    log-probabilities [R] of each response on the host, the mean entropy and the counts of the loss.
+    """
+    device = retained.prompt.device
+    parts = zip(
+        group.responses,
+        advantages(group.rewards, algorithm.scale_rewards),
+        denominators(group, algorithm, response_length),
+        *(_each(x, group) for x in (old_logprobs, reference_logprobs, group.loss_masks)),
+        strict=True,
+    )
+    losses, logprobs, entropies, statistics = [], [], [], []
+    with observer.verb("replay", sum(group.response_positions)):
+        for response, advantage, denominator, old, reference, mask in parts:
+            lp, entropy = _branch(model, retained, response, grad=retained.grad_from is not None)
+            observer.holds(retained.states)
+            branch = branch_loss(
+                lp,
+                advantage=advantage,
+                algorithm=algorithm,
+                denominator=denominator,
+                old_logprobs=None if old is None else old.to(device),
+                reference_logprobs=None if reference is None else reference.to(device),
+                mask=None if mask is None else mask.to(device),
+            )
+            branch.loss.backward()
+            losses.append(branch.loss.detach())
+            logprobs.append(lp.detach().cpu())
+            entropies.append(entropy.detach().sum() if mask is None else entropy.detach()[mask.to(device)].sum())
+            statistics.append(branch.statistics)
+            del branch, lp, entropy  # the graph ends here
+            observer.advance(len(response))
+    total = sum(statistics[1:], statistics[0])
+    entropy_mean = float(torch.stack(entropies).sum() / total.tokens.clamp(min=1))
+    return torch.stack(losses).sum(), logprobs, entropy_mean, total
+
+
+def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = _UNOBSERVED) -> float:
+    """Carry the gradient that branches left on the state back through the prompt, one recomputed chunk at a time.
+
+    Adds to the gradients of the parameters and spends ``retained``. Returns the largest absolute difference between
+    what was evaluated again and what was retained: 0 where evaluation is deterministic.
+    """
+    first, states = retained.grad_from, retained.states
+    if first is None:
+        return 0.0
+    positions, difference = retained.positions, 0.0
+    with observer.verb("prompt_backward", positions - first):
+        for start in reversed(range(first, positions, retained.chunk)):
+            end = min(start + retained.chunk, positions)
+            past = [state.leaves(start, grad=start > first) for state in states]
+            _, updates = model(retained.prompt[start:end], past, state_only=True)
+            owed = []
+            for state, update in zip(states, updates, strict=True):
+                difference = max(difference, state.difference(update, start, end))
+                gradients = state.cotangent(start, end)
+                owed += [(update[name], g) for name, g in gradients.items() if update[name].requires_grad]
+            del updates, update
+            if owed:
+                torch.autograd.backward(*map(list, zip(*owed, strict=True)))
+            del owed, gradients, past
+            observer.holds(states)
+            observer.advance(end - start)
+    return difference
+
+
+def grpo_step(
+    model: Decoder,
+    group: Group,
+    *,
+    chunk: int | None = None,
+    prompt_grad: str = "exact",
+    prompt_grad_window: int | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    response_length: int | None = None,
+    reference: Decoder | None = None,
+    observer: Observer = _UNOBSERVED,
+) -> StepResult:
+    """Add the gradient of one group's loss to ``model``'s parameters.
+
+    ``chunk`` is the number of prompt positions evaluated at a time (the model's default if None), ``prompt_grad``
+    ``exact`` or ``detached``, ``prompt_grad_window`` stops the exact gradient after the last so many prompt positions.
+    ``response_length`` is read by Dr. GRPO's constant (None: the longest response). ``reference`` is the model of the
+    KL term, needed where ``algorithm.kl_coef`` is not 0. Raises ``ValueError`` for token ids beyond the vocabulary.
+    """
+    algorithm = algorithm or AlgorithmConfig()
+    chunk = chunk or model.config.chunk
+    check_group(group, model, algorithm, reference)
+    group = group.to(model.lm_head.weight.device)
+    scored = 0
+    reference_logprobs = None
+    if reference is not None and algorithm.kl_coef:  # its retained prompt is gone before the policy's is made
+        reference_logprobs = score_fresh(reference, group, chunk=chunk, observer=observer)
+        scored += sum(group.response_positions)
+    grad_from = gradient_start(group.prompt_positions - 1, chunk, prompt_grad, prompt_grad_window)
+    retained = prefill(model, group.prompt, chunk=chunk, grad_from=grad_from, observer=observer)
+    old_logprobs = old_policy_logprobs(model, retained, group, algorithm, observer=observer)
+    scored += sum(group.response_positions) if algorithm.old_logprobs == "score" else 0
+    return finish_step(
+        model,
+        retained,
+        group,
+        algorithm=algorithm,
+        response_length=response_length,
+        old_logprobs=old_logprobs,
+        reference_logprobs=reference_logprobs,
+        prefilled=retained.positions,
+        scored=scored,
+        observer=observer,
+    )
+
+
+def finish_step(
+    model: Decoder,
+    retained: Retained,
+    group: Group,
+    *,
+    algorithm: AlgorithmConfig,
+    response_length: int | None,
+    old_logprobs: list[Tensor] | None,
+    reference_logprobs: list[Tensor] | None,
+    prefilled: int,
+    scored: int,
+    observer: Observer = _UNOBSERVED,
+) -> StepResult:
+    """Replay ``group`` on a retained prompt and, where it takes part, carry the gradient back through the prompt.
+
+    ``prefilled`` and ``scored`` are the positions that came before; they only go into the result.
+    """
+    retained_bytes = retained.num_bytes()
+    loss, logprobs, entropy, statistics = replay(
+        model,
+        retained,
+        group,
+        algorithm=algorithm,
+        response_length=response_length or max(group.response_positions),
+        old_logprobs=old_logprobs,
+        reference_logprobs=reference_logprobs,
+        observer=observer,
+    )
+    exact = retained.grad_from is not None
+    difference = prompt_backward(model, retained, observer=observer) if exact else None
+    return StepResult(
+        loss=loss,
+        logprobs=logprobs,
+        entropy=entropy,
+        statistics=statistics,
+        retained_bytes=retained_bytes,
+        recompute_difference=difference,
+        prefilled_positions=prefilled,
+        replayed_positions=sum(group.response_positions),
+        scored_positions=scored,
+        recomputed_positions=retained.positions - retained.grad_from if retained.grad_from is not None else 0,
+    )
+
+
+def score_fresh(model: Decoder, group: Group, *, chunk: int, observer: Observer = _UNOBSERVED) -> list[Tensor]:
+    """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
+    retained = prefill(model, group.prompt, chunk=chunk, observer=observer)
+    return score(model, retained, group.responses, observer=observer)
+
+
+def old_policy_logprobs(
+    model: Decoder, retained: Retained, group: Group, algorithm: AlgorithmConfig, *, observer: Observer = _UNOBSERVED
+) -> list[Tensor] | None:
+    """Return the log-probabilities that the ratio is against, from where ``algorithm.old_logprobs`` says."""
+    if algorithm.old_logprobs == "score":
+        return score(model, retained, group.responses, observer=observer)
+    return group.old_logprobs if algorithm.old_logprobs == "data" else None
+
+
+def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, reference: Decoder | None) -> None:
+    """Raise ``ValueError`` for what would fail, or be wrong, far from its cause."""
+    vocabulary = model.config.vocab_size
+    for what, ids in (("prompt", group.prompt), *((f"response {i}", ids) for i, ids in enumerate(group.responses))):
+        if int(ids.max()) >= vocabulary:
+            raise ValueError(f"{what}: token id {int(ids.max())} is not below the vocabulary size {vocabulary}")
+    if algorithm.kl_coef and reference is None:
+        raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
+
+
+def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) -> tuple[Tensor, Tensor]:
+    """Return log-probability and entropy [R] of ``response`` after the prompt."""
+    past = [state.leaves(retained.positions, grad) for state in retained.states]
+    hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
+    return model.logprobs(hidden, response)
+
+
+def _each(values: list[Tensor] | None, group: Group) -> Sequence[Tensor | None]:
+    return [None] * len(group.responses) if values is None else values
