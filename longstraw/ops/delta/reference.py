@@ -64,7 +64,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Evaluate one segment; arguments as in ``gated_delta_rule``."""
-    count, (heads, width), dtype = len(v), state.shape[:2], v.dtype
+    count, width, dtype = len(v), state.shape[1], v.dtype
     inner, key_heads = state.dtype, k.shape[1]
 
     def chunks(x: Tensor, at: int) -> Tensor:
