@@ -1,0 +1,569 @@
+"""The meter against byte numbers worked out by hand, against torch's own tracker, and where it must not see."""
+
+import copy
+import gc
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+
+from longstraw.memory import KINDS, MemoryMeter
+
+KB = 1024  # bytes of 256 float32
+
+
+def floats(kilobytes: int) -> torch.Tensor:
+    return torch.empty(kilobytes * 256)
+
+
+def only(**kinds: int) -> dict[str, int]:
+    return dict.fromkeys(KINDS, 0) | kinds
+
+
+class BlindToResize(MemoryMeter):
+    """The negative control: a meter without the patch of `UntypedStorage.resize_`."""
+
+    def _watched_resize(self, original):
+        return original
+
+
+# What counts, in bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: torch.empty(0), 0),
+        (lambda: torch.empty(1, dtype=torch.uint8), 512),
+        (lambda: torch.ones(128), 512),
+        (lambda: torch.ones(129), 1024),
+        (lambda: torch.zeros(1000, dtype=torch.float64), 8192),
+        (lambda: torch.full((3, 5), 2, dtype=torch.bfloat16), 512),
+        (lambda: torch.arange(10_000), 80_384),
+        (lambda: torch.randn(1000), 4096),
+        (lambda: torch.tensor([1.0] * 200), 1024),
+        (lambda: torch.from_numpy(np.zeros(200, dtype=np.float32)), 1024),
+        (lambda: torch.as_tensor([1.0] * 200), 1024),
+        (lambda: torch.empty_strided((4, 256), (256, 1)), 4096),
+        (lambda: torch.ones(1).expand(1000, 1000), 512),
+        (lambda: torch.ones(1000).unbind(0), 4096),
+        (lambda: torch.ones(512).split(64), 2048),
+        (lambda: torch.ones(512).chunk(2)[0].clone(), 1024),
+        (lambda: torch.ones(256, dtype=torch.float64).to(torch.float32), 1024),
+        (lambda: torch.ones(16, 16).t().contiguous(), 1024),
+        (lambda: torch.topk(torch.ones(1000), 200), 1024 + 2048),
+        (lambda: nn.Parameter(torch.ones(1000)), 4096),
+        (lambda: nn.Linear(100, 100), 40_448 + 512),
+        (lambda: torch._foreach_add([torch.ones(128), torch.ones(256)], 1.0), 512 + 1024),
+        (lambda: torch.empty(1000, device="meta"), 4096),
+    ],
+)
+def test_what_is_left_of_a_call_counts_in_blocks_of_512_bytes(make, size):
+    with MemoryMeter() as meter:
+        kept = make()
+        assert meter.current == size
+        assert meter.bytes_by_kind() == only(activations=size)
+        del kept
+        assert meter.current == 0
+        assert meter.peak >= size
+
+
+def test_without_rounding_the_bytes_are_the_tensors_own():
+    with MemoryMeter(rounding=1) as exact, MemoryMeter() as rounded:
+        kept = [torch.ones(100), torch.ones(3, dtype=torch.uint8)]
+        assert exact.current == 403
+        assert rounded.current == 1024
+        del kept
+    with pytest.raises(ValueError, match="at least 1"):
+        MemoryMeter(rounding=0)
+
+
+def test_an_operation_counts_its_result_beside_its_arguments():
+    with MemoryMeter() as meter:
+        a, b = floats(2), floats(4)
+        assert meter.current == 6 * KB
+        c = torch.cat([a, b])
+        assert meter.current == 12 * KB
+        d = c[: 2 * 256].view(2, 256).transpose(0, 1)
+        d.mul_(2).add_(1)
+        assert meter.current == 12 * KB
+        a = a + a
+        assert meter.current == 12 * KB
+        assert meter.peak == 14 * KB
+        del c
+        assert meter.current == 12 * KB, "a view keeps its storage"
+        del d
+        assert meter.current == 6 * KB
+        del a, b
+        assert meter.current == 0
+
+
+def test_out_and_resize_grow_the_storage_they_are_given():
+    with MemoryMeter() as meter:
+        a, out = floats(4), torch.empty(0)
+        assert meter.current == 4 * KB
+        torch.add(a, 1, out=out)
+        assert meter.current == 8 * KB
+        out.resize_(8 * 256)
+        assert meter.current == 12 * KB
+        out.resize_(1)  # the storage keeps its bytes
+        assert meter.current == 12 * KB
+
+
+def test_swapping_data_and_setting_storages_frees_what_nobody_holds():
+    with MemoryMeter() as meter:
+        parameter = nn.Parameter(floats(4))
+        parameter.data = floats(1)
+        assert meter.current == KB
+        parameter.data = parameter.data.double()
+        assert meter.current == 2 * KB
+        other = floats(8)
+        other.set_(parameter.detach().float())
+        assert meter.current == 3 * KB
+        bare = torch.UntypedStorage(4 * KB)
+        assert meter.current == 3 * KB, "a bare storage is not seen before a tensor is set on it"
+        other.set_(bare)
+        assert meter.current == 6 * KB
+        del other, bare
+        assert meter.current == 2 * KB
+
+
+def test_copies_and_loads_count():
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(1000), "b": torch.ones(100)}, file)
+    file.seek(0)
+    with MemoryMeter() as meter:
+        loaded = torch.load(file, weights_only=True)
+        assert meter.current == 4096 + 512
+        copied = copy.deepcopy(loaded)
+        assert meter.current == 2 * (4096 + 512)
+        del loaded, copied
+        assert meter.current == 0
+
+
+def test_sparse_tensors_have_no_storage_to_count():
+    with MemoryMeter() as meter:
+        sparse = torch.eye(4).to_sparse()
+        held = meter.current
+        assert sparse.sum() == 4
+        assert meter.tag("inputs", sparse) == 0
+        assert meter.current == held
+
+
+def test_inference_mode_counts_results_and_no_view_twice():
+    with MemoryMeter() as meter, torch.inference_mode():
+        a = torch.ones(2, 16, 8)
+        assert meter.current == KB
+        b = a.reshape(32, 8)
+        assert meter.current == KB
+        c = a.transpose(1, 2).reshape(-1)
+        assert meter.current == 2 * KB
+        d = a.to(torch.float32)
+        assert meter.current == 2 * KB
+        del a, b, c, d
+        assert meter.current == 0
+
+
+# What was there before, and what is told
+
+
+def test_what_was_allocated_before_is_known_only_when_told():
+    before = floats(16)
+    old_view = before[:10]
+    with MemoryMeter() as meter:
+        view = before.view(-1, 2)[1:]
+        before.add_(1)
+        torch.add(before, 1, out=before)
+        torch._foreach_mul_([before, old_view], 1.0)
+        torch.empty(0).set_(before)
+        split = before.split(8)
+        assert meter.current == 0
+        assert meter.tag("retained", old_view) == 16 * KB
+        assert meter.bytes_by_kind() == only(retained=16 * KB)
+        assert meter.peak == 16 * KB
+        del before, view, split, old_view
+        assert meter.current == 0
+
+
+def test_a_storage_counts_once_under_the_kind_it_was_told_last():
+    with MemoryMeter() as meter:
+        a = floats(4)
+        views = a.view(2, -1).unbind(0)
+        assert meter.tag("retained", [a, *views]) == 4 * KB
+        assert meter.tag("snapshots", {"rows": views[1:], "count": 3, "none": None}) == 4 * KB
+        assert meter.bytes_by_kind() == only(snapshots=4 * KB)
+        b = floats(1)
+        assert meter.tag("inputs", (t for t in (a, b))) == 5 * KB
+        assert meter.bytes_by_kind() == only(inputs=5 * KB)
+        assert meter.current == meter.peak == 5 * KB
+        del a, views
+        assert meter.bytes_by_kind() == only(inputs=KB)
+
+
+def test_tagging_refuses_what_it_cannot_count():
+    meter = MemoryMeter()
+    with pytest.raises(ValueError, match="parameters, gradients, optimizer, retained"):
+        meter.tag("weights", torch.ones(1))
+    with pytest.raises(TypeError, match="not Linear"):
+        meter.tag("parameters", nn.Sequential(nn.Linear(1, 1)))
+    assert meter.current == 0
+
+
+def test_the_parts_of_the_peak_are_those_of_its_moment():
+    with MemoryMeter() as meter:
+        kept = floats(4)
+        meter.tag("retained", kept)
+        scratch = floats(2)
+        meter.tag("snapshots", scratch)  # at the peak still: what made it may be named afterwards
+        at_peak = only(retained=4 * KB, snapshots=2 * KB)
+        assert meter.peak_bytes_by_kind == at_peak
+        del scratch
+        meter.tag("inputs", kept)
+        assert meter.bytes_by_kind() == only(inputs=4 * KB)
+        assert meter.peak_bytes_by_kind == at_peak
+        assert meter.peak == 6 * KB
+        more = floats(1)
+        assert meter.peak_bytes_by_kind == at_peak
+        meter.reset_peak()
+        assert meter.peak == 5 * KB
+        assert meter.peak_bytes_by_kind == only(inputs=4 * KB, activations=KB)
+        del kept, more
+
+
+# Verbs
+
+
+def test_peaks_belong_to_the_innermost_verb():
+    with MemoryMeter() as meter:
+        outside = floats(1)
+        with meter.verb("prefill"):
+            made = floats(2)
+            with meter.verb("score"):
+                del outside  # made in another verb, freed in this one
+                scratch = floats(8)
+                del scratch
+                assert meter.current == 2 * KB
+            more = floats(3)
+            assert meter.current == 5 * KB
+        assert meter.peak == 10 * KB
+        assert meter.peak_verb == "score"
+        assert meter.peak_by_verb == {"other": 5 * KB, "prefill": 5 * KB, "score": 10 * KB}
+        del made
+        with meter.verb("prefill"):
+            again = floats(6)
+        assert meter.peak_by_verb == {"other": 9 * KB, "prefill": 9 * KB, "score": 10 * KB}
+        meter.reset_peak()
+        assert meter.peak_by_verb == {"other": 9 * KB}
+        assert meter.peak_verb == "other"
+        del more, again
+
+
+def test_an_exception_restores_the_outer_verb_and_the_patch():
+    assert "resize_" not in vars(torch.UntypedStorage)
+    meter = MemoryMeter()
+    with pytest.raises(ZeroDivisionError), meter, meter.verb("replay"), meter.verb("score"):
+        assert "resize_" in vars(torch.UntypedStorage)
+        raise ZeroDivisionError
+    assert "resize_" not in vars(torch.UntypedStorage)
+    kept = floats(1)
+    with meter:
+        more = floats(1)
+        assert meter.peak_verb == "other"
+    del kept, more
+
+
+def test_a_meter_is_entered_again_but_not_twice_at_a_time():
+    meter = MemoryMeter()
+    with meter:
+        a, b = floats(2), floats(4)
+        with pytest.raises(RuntimeError, match="entered already"):
+            meter.__enter__()
+    del a
+    assert meter.current == 4 * KB
+    b.untyped_storage().resize_(KB)  # unseen
+    c = floats(1)  # unseen
+    with meter:
+        assert meter.current == KB
+        d = floats(1)
+        assert meter.current == 2 * KB
+    del b, c, d
+    assert meter.current == 0
+
+
+# Storages that change or end out of sight
+
+
+def freed_and_refilled(meter: MemoryMeter) -> tuple[int, int]:
+    """Gather a block, free it, work, gather it again: what FSDP does to a storage."""
+    with meter:
+        block = floats(8)
+        storage = block.untyped_storage()
+        storage.resize_(0)
+        work = floats(4)
+        del work
+        meter.reset_peak()
+        freed = meter.current
+        storage.resize_(8 * KB)
+        work = floats(1)
+        del work
+        return freed, meter.peak
+
+
+def test_resized_storages_are_seen_and_without_the_patch_they_are_not():
+    assert freed_and_refilled(MemoryMeter()) == (0, 9 * KB)
+    assert freed_and_refilled(BlindToResize()) == (8 * KB, 9 * KB)
+
+    def peak_after_free(meter):
+        with meter:
+            block = floats(8)
+            block.untyped_storage().resize_(0)
+            meter.reset_peak()
+            work = floats(4)
+            del work, block
+            return meter.peak
+
+    assert peak_after_free(MemoryMeter()) == 4 * KB
+    assert peak_after_free(BlindToResize()) == 12 * KB
+
+
+def test_refilling_a_storage_of_before_makes_it_known():
+    block = floats(8)
+    block.untyped_storage().resize_(0)
+    with MemoryMeter() as meter:
+        block.untyped_storage().resize_(8 * KB)
+        assert meter.current == 8 * KB
+        block.untyped_storage().resize_(8 * KB)
+        assert meter.current == 8 * KB
+
+
+def test_addresses_used_again_are_counted_afresh():
+    torch.manual_seed(0)
+    sizes = torch.randint(0, 5000, (5000,)).tolist()
+    with MemoryMeter() as meter:
+        addresses, pool, expected = set(), {}, 0
+        for i, size in enumerate(sizes):
+            fresh = torch.empty(size, dtype=torch.uint8)
+            addresses.add(fresh.untyped_storage()._cdata)
+            gone = pool.pop(i % 37, None)
+            expected += -(-size // 512) * 512 - (0 if gone is None else -(-gone.nbytes // 512) * 512)
+            del gone
+            pool[i % 37] = fresh
+            assert meter.current == expected
+        assert len(addresses) < 2500, "the test means nothing if no address came back"
+        del fresh
+        pool.clear()
+        assert meter.current == 0
+
+
+def test_an_entry_whose_end_went_unseen_does_not_hide_a_new_storage():
+    with MemoryMeter() as meter:
+        a = floats(2)
+        stale, key = floats(4), a.untyped_storage()._cdata
+        meter._live[key], entry = meter._live[stale.untyped_storage()._cdata], meter._live[key]
+        meter._live[key].key = key
+        meter._count(entry, -entry.size)
+        a.add_(1)
+        assert meter.tag("inputs", a) == 2 * KB
+        assert meter.current == 2 * KB
+        del stale, a
+
+
+def test_garbage_cycles_and_other_threads_end_storages():
+    class Cycle:
+        pass
+
+    with MemoryMeter() as meter:
+        cycle = Cycle()
+        cycle.me, cycle.tensor = cycle, floats(4)
+        del cycle
+        assert meter.current == 4 * KB
+        gc.collect()
+        assert meter.current == 0
+
+        shared = [floats(2)]
+        unseen = []
+
+        def work():
+            shared.clear()
+            unseen.append(floats(16))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert meter.current == 0, "another thread's storages end in sight and begin out of it"
+
+
+# Autograd
+
+
+def test_gradients_are_tagged_as_they_are_made():
+    layer = nn.Linear(256, 256, bias=False)
+    frozen = nn.Parameter(torch.ones(256), requires_grad=False)
+    size = 256 * KB
+    with MemoryMeter() as meter:
+        meter.tag("parameters", [layer.weight, frozen])
+        meter.watch_gradients([layer.weight, frozen])
+        for _ in range(2):
+            layer(torch.ones(1, 256) * frozen).sum().backward()
+            assert meter.bytes_by_kind() == only(parameters=size + KB, gradients=size)
+        layer.weight.grad = None
+        assert meter.bytes_by_kind() == only(parameters=size + KB)
+    layer(torch.ones(1, 256)).sum().backward()
+    assert not layer.weight._post_accumulate_grad_hooks
+    with MemoryMeter() as meter:
+        meter.watch_gradients(layer.parameters())
+        assert meter.bytes_by_kind() == only(gradients=size)
+
+
+class Keeps(torch.autograd.Function):
+    """Saves two results of its own for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.exp(), x.double())
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        exp, double = ctx.saved_tensors
+        return grad * exp + 0 * double.float()
+
+
+def test_what_a_custom_function_saves_lives_until_backward():
+    x = torch.zeros(256, requires_grad=True)
+    with MemoryMeter() as meter:
+        y = Keeps.apply(x)
+        assert meter.current == KB + 2 * KB + 512
+        with meter.verb("replay"):
+            y.backward()
+        assert meter.current == KB + 512  # x.grad and y
+        assert meter.peak_verb == "replay"
+        # y and its gradient, the two saved, then the product, the double as float, zero times it, and the sum
+        assert meter.peak == 512 + 512 + 3 * KB + 4 * KB - KB
+
+
+def block_peaks(checkpointed: bool) -> tuple[int, int]:
+    """Give what 4 blocks of 8 doublings keep after the forward pass, and the peak of the backward pass."""
+
+    def block(x):
+        for _ in range(8):
+            x = x.sin()
+        return x
+
+    x = torch.ones(256, requires_grad=True)
+    with MemoryMeter() as meter:
+        y = x
+        for _ in range(4):
+            y = checkpoint(block, y, use_reentrant=False) if checkpointed else block(y)
+        kept = meter.current
+        grad = torch.ones(256)
+        meter.reset_peak()
+        y.backward(grad)
+        assert meter.current == 3 * KB  # y, grad, x.grad
+        return kept, meter.peak
+
+
+def test_recomputation_of_checkpoints_is_seen():
+    kept, peak = block_peaks(checkpointed=False)
+    assert kept == 32 * KB
+    kept_checkpointed, peak_checkpointed = block_peaks(checkpointed=True)
+    assert kept_checkpointed == 4 * KB
+    assert kept_checkpointed + 8 * KB <= peak_checkpointed < peak
+
+
+# The same numbers from torch's own tracker, which does not round on CPU
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def transformer() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(61, 48), Block(48), Block(48), nn.LayerNorm(48), nn.Linear(48, 61))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def their_peak() -> int:
+    model, ids = transformer(), torch.arange(2 * 37).reshape(2, 37) % 61
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, ids)
+    with tracker:
+        for _ in range(2):
+            train(model, optimizer, ids)
+            tracker.reset_mod_stats()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def our_step(rounding: int) -> MemoryMeter:
+    model, ids = transformer(), torch.arange(2 * 37).reshape(2, 37) % 61
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with MemoryMeter(rounding) as meter:
+        meter.tag("parameters", model.parameters())
+        meter.tag("inputs", ids)
+        meter.watch_gradients(model.parameters())
+        for _ in range(2):
+            train(model, optimizer, ids)
+            meter.tag("optimizer", optimizer.state.values())
+    return meter
+
+
+def test_a_training_step_peaks_where_torchs_tracker_says():
+    ours = our_step(rounding=1)
+    assert ours.peak == their_peak()
+    rounded = our_step(rounding=512)
+    assert ours.peak < rounded.peak < 1.2 * ours.peak
+
+
+def test_the_kinds_of_a_training_step_are_exact():
+    meter = our_step(rounding=1)
+    parameters = sum(p.numel() * 4 for p in transformer().parameters())
+    counters = 4 * len(list(transformer().parameters()))
+    parts = meter.peak_bytes_by_kind
+    assert sum(parts.values()) == meter.peak
+    assert parts["parameters"] == parameters
+    assert parts["optimizer"] == 2 * parameters + counters
+    assert parts["inputs"] == 2 * 37 * 8
+    assert 0 < parts["gradients"] <= parameters
+
+
+# Fake tensors
+
+
+def test_fake_tensors_count_as_real_ones_do():
+    real = our_step(rounding=512)
+    with FakeTensorMode():
+        fake = our_step(rounding=512)
+    assert fake.peak == real.peak
+    assert fake.peak_bytes_by_kind == real.peak_bytes_by_kind
+
+
+def test_fake_tensors_of_a_mode_entered_later_are_left_out():
+    with MemoryMeter() as meter, FakeTensorMode():
+        a = torch.ones(1000)
+        b = a + a
+        assert meter.current == 0
+    del a, b
