@@ -1,113 +1,73 @@
 """The configuration of one job as typed objects.
 
-Hydra composes YAML files against these classes; past the door (``run.py``) only the objects travel. Field names of a
-model are those of its published ``config.json``, so that a checkpoint's own file fills the same class.
+Hydra composes YAML files against these classes; past the door (``run.py``) only the objects travel. The model's part
+lives in ``model_config.py`` and is offered here too.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from longstraw.model_config import (
+    ARCHITECTURES,
+    DTYPES,
+    ConfigError,
+    ModelConfig,
+    Qwen36Config,
+    at_least,
+    available,
+    choose,
+    conf_dir,
+    load_model_config,
+    option,
+    read_model_config,
+    typed,
+)
 from longstraw.units import parse_count
+
+__all__ = [
+    "ARCHITECTURES",
+    "COUNTS",
+    "DATA",
+    "DTYPES",
+    "GROUPS",
+    "INNER_CHUNK",
+    "MODES",
+    "PROMPT_GRADS",
+    "AdapterConfig",
+    "AlgorithmConfig",
+    "ConfigError",
+    "DataConfig",
+    "HardwareConfig",
+    "JsonlConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "NeedleConfig",
+    "OptimizerConfig",
+    "Qwen36Config",
+    "RunConfig",
+    "TrackingConfig",
+    "at_least",
+    "available",
+    "choose",
+    "conf_dir",
+    "from_composed",
+    "from_dict",
+    "load_model_config",
+    "option",
+    "read_model_config",
+    "schema_of",
+    "to_dict",
+]
 
 PROMPT_GRADS = ("detached", "exact")
 MODES = ("auto", "run", "simulate", "emulate")
-DTYPES = ("float64", "float32", "bfloat16")
 INNER_CHUNK = 64  # positions the delta rule solves at a time; prompt chunks are cut at multiples of it
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be what the user meant; the message says what would be valid."""
-
-
-def choose(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ``ConfigError`` unless ``value`` is one of ``choices``, with the nearest one as a hint."""
-    if value in choices:
-        return
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}{hint}")
-
-
-def at_least(key: str, value: float | None, least: float) -> None:
-    """Raise ``ConfigError`` if ``value`` is below ``least``; ``None`` passes."""
-    if value is not None and value < least:
-        raise ConfigError(f"{key}={value} must be at least {least}")
-
-
-@dataclass
-class ModelConfig:
-    """What every architecture shares; sizes are those of ``config.json``."""
-
-    name: str = MISSING
-    architecture: str = MISSING
-    checkpoint: str | None = None  # a folder in transformers' format; None draws random weights from the seed
-    dtype: str = "bfloat16"
-    vocab_size: int = MISSING
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_hidden_layers: int = MISSING
-    max_position_embeddings: int = MISSING  # the native length
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    rope_theta: float = MISSING
-    rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
-    chunk: int = 16384  # defaults of the run's keys of the same names
-    response_length: int = 8192
-
-    def __post_init__(self) -> None:
-        choose("model.dtype", self.dtype, DTYPES)
-        choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
-
-
-@dataclass
-class Qwen36Config(ModelConfig):
-    """The hybrid of Gated DeltaNet and gated full attention: every ``full_attention_interval``-th layer is full."""
-
-    architecture: str = "qwen3_6"
-    full_attention_interval: int = 4
-    num_attention_heads: int = MISSING
-    num_key_value_heads: int = MISSING
-    head_dim: int = MISSING
-    partial_rotary_factor: float = 0.25
-    linear_num_key_heads: int = MISSING
-    linear_num_value_heads: int = MISSING
-    linear_key_head_dim: int = MISSING
-    linear_value_head_dim: int = MISSING
-    linear_conv_kernel_dim: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for few, many in (
-            ("num_key_value_heads", "num_attention_heads"),
-            ("linear_num_key_heads", "linear_num_value_heads"),
-        ):
-            if getattr(self, many) % getattr(self, few):
-                raise ConfigError(f"model.{many}={getattr(self, many)} is no multiple of {few}={getattr(self, few)}")
-        if self.rotary_dim % 2:
-            raise ConfigError(
-                f"model.head_dim={self.head_dim} x partial_rotary_factor={self.partial_rotary_factor} gives "
-                f"{self.rotary_dim} rotary dimensions; they must be even"
-            )
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """One of ``linear_attention`` and ``full_attention`` per layer, in transformers' words."""
-        full = self.full_attention_interval
-        return ["linear_attention" if (i + 1) % full else "full_attention" for i in range(self.num_hidden_layers)]
-
-
-ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config}
 
 
 @dataclass
@@ -188,6 +148,9 @@ class JsonlConfig(DataConfig):
         choose("data.on_error", self.on_error, ("stop", "skip"))
         if self.truncate is not None:
             choose("data.truncate", self.truncate, ("left", "right"))
+
+
+DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig}
 
 
 @dataclass
@@ -272,7 +235,7 @@ class RunConfig:
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for key, least in (("context", 2), ("response_length", 1), ("chunk", INNER_CHUNK), ("prompt_grad_window", 0)):
+        for key, least in COUNTS.items():
             if getattr(self, key) is not None:
                 try:
                     setattr(self, key, parse_count(getattr(self, key), least=least))
@@ -308,71 +271,66 @@ class RunConfig:
         return self.context - self.response_length
 
 
-def conf_dir() -> Path:
-    """Return the folder of YAML files: beside the package in a checkout, inside it in a wheel."""
-    here = Path(__file__).resolve().parent
-    for folder in (here.parent / "conf", here / "conf"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise FileNotFoundError(f"conf/config.yaml is neither beside nor inside {here}; install longstraw again")
+GROUPS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "hardware": HardwareConfig,
+    "adapter": AdapterConfig,
+    "data": DataConfig,
+    "algorithm": AlgorithmConfig,
+    "optimizer": OptimizerConfig,
+    "launch": LaunchConfig,
+    "tracking": TrackingConfig,
+}
+COUNTS = {"context": 2, "response_length": 1, "chunk": INNER_CHUNK, "prompt_grad_window": 0}  # key: least value
 
 
-def available(group: str) -> tuple[str, ...]:
-    """Return the names in one config group, such as ``model``."""
-    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+def schema_of(group: str, values: Mapping[str, Any]) -> type[Any]:
+    """Return the class of one part of a run: the model's by ``architecture``, the data's by ``name``."""
+    if group == "model":
+        choose("model.architecture", values.get("architecture"), tuple(ARCHITECTURES))
+        return ARCHITECTURES[values["architecture"]]
+    if group == "data":
+        choose("data", values.get("name"), tuple(DATA))
+        return DATA[values["name"]]
+    return GROUPS[group]
 
 
-def load_model_config(name: str, **overrides: Any) -> ModelConfig:
-    """Return the configuration of a model by the name of its file in ``conf/model``, without Hydra."""
-    choose("model", name, available("model"))
-    raw = OmegaConf.load(conf_dir() / "model" / f"{name}.yaml")
-    raw.pop("defaults", None)
-    return _model_config(OmegaConf.to_container(raw), overrides)
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Return the run that nested plain dicts describe; the inverse of ``to_dict``. Checks everything again."""
+    known = {f.name for f in fields(RunConfig)}
+    for key in values:
+        choose("key", key, tuple(sorted(known)))
+    absent = sorted({"model", "hardware", "data"} - set(values))
+    if absent:
+        raise ConfigError(f"a run without {', '.join(absent)}")
+    parts = {key: typed(schema_of(key, values[key]), values[key], key) for key in GROUPS if key in values}
+    plain = {key: value for key, value in values.items() if key not in GROUPS}
+    model = parts["model"]
+    for key in ("response_length", "chunk"):
+        if key not in plain:
+            plain[key] = getattr(model, key)
+    return RunConfig(**parts, **plain)
 
 
-def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
-    """Return the configuration of a checkpoint folder, from the ``config.json`` that transformers wrote."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: not there; a checkpoint is a folder in transformers' format")
-    text = json.loads(path.read_text())
-    text = text.get("text_config", text)
-    architecture = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6"}.get(text.get("model_type"))
-    if architecture is None:
-        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of qwen3_5_text (Qwen3.5, Qwen3.6)")
-    rope = text.get("rope_parameters") or {}
-    known = {f.name for f in fields(ARCHITECTURES[architecture])}
-    values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
-    _check_supported(path, text, rope)
-    values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
-    return _model_config(values, overrides)
-
-
-def _check_supported(path: Path, text: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Refuse what would load without complaint and then compute something else."""
-    wanted: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "tie_word_embeddings": (False, None),
-    }
-    for key, valid in wanted.items():
-        if text.get(key) not in valid:
-            raise ConfigError(f"{path}: {key}={text[key]!r} is not supported, only {valid[0]!r}")
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{path}: rope_type={rope['rope_type']!r} is not supported, only 'default'")
-
-
-def _model_config(values: dict[str, Any], overrides: dict[str, Any]) -> ModelConfig:
-    schema = ARCHITECTURES[values["architecture"]]
-    known = [f.name for f in fields(schema)]
-    for key in overrides:
-        choose("model field", key, tuple(known))
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values, overrides))
-    assert isinstance(config, ModelConfig)
+def from_composed(composed: Any) -> RunConfig:
+    """Return the run that Hydra composed, interpolations resolved and a checkpoint's own sizes taken over."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value; give {error.full_key}=...") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(values, dict)
+    config = from_dict({str(key): value for key, value in values.items()})
+    if config.model.checkpoint is not None:
+        kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
+        config.model = read_model_config(config.model.checkpoint, **kept)
     return config
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a typed configuration as plain nested dicts, for records and ``spec.json``."""
     assert is_dataclass(config)
-    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

@@ -1,0 +1,1 @@
+"""Hydra finds launchers in this namespace only."""

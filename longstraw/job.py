@@ -1,0 +1,102 @@
+"""What runs where the hardware is: one job, from its frozen ``spec.json`` to its records.
+
+Submitted by reference, so nothing but a path is pickled and what was typed is what runs, also after a requeue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import traceback
+from pathlib import Path
+from typing import Any
+
+from longstraw.config import from_dict
+from longstraw.record import append_row, constant_keys, startup_facts
+from longstraw.table import last_row
+
+
+def execute(run_dir: str | Path) -> None:
+    """Run the job that ``run_dir/spec.json`` describes and leave ``result.json``; raise what the job raised.
+
+    Whatever happens to the job, short of a kill, its records have a line that says so. Only rank 0 writes.
+    """
+    folder = Path(run_dir)
+    spec = json.loads((folder / "spec.json").read_text())
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    try:
+        config = from_dict(spec["config"])
+        from longstraw.train import run_job  # imports torch
+
+        context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
+        run_job(config, folder, attempt=attempt, **context)
+    except Exception as error:
+        if rank() == 0:
+            (folder / "error.txt").write_text(traceback.format_exc())
+            leave_word(folder, status_of(error), describe(error), attempt)
+        raise
+    if rank() == 0:
+        row = last_row(folder) or {}
+        _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
+
+
+def rank() -> int:
+    """Return this process's rank as SLURM or torchrun tell it; 0 without either."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+
+
+def status_of(error: BaseException) -> str:
+    """Return the record's status for an exception: ``oom`` or ``error``."""
+    return "oom" if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else "error"
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in one line; a message meant for the user stands alone, without the class's name."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    return text if text and is_users(error) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether an exception speaks of what the user wrote: configuration, data, files."""
+    return isinstance(error, ValueError | OSError) or status_of(error) == "oom"
+
+
+def leave_word(folder: Path, status: str, reason: str, attempt: int | None = None) -> None:
+    """See to it that the records of a job that ended badly say so, and write its ``result.json``.
+
+    For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone.
+    """
+    row = last_row(folder)
+    if row is None or row.get("status") == "ok":
+        append_row(folder, _failure(folder, row or {}, status, reason), attempt)
+    else:
+        status, reason = row["status"], row.get("error") or reason
+    _finish(folder, attempt or 0, status, reason)
+
+
+def _failure(folder: Path, row: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
+    spec = json.loads((folder / "spec.json").read_text())
+    known = {key: row[key] for key in ("commit", "dirty", "versions", "started_at", "device_name") if row.get(key)}
+    return {
+        **constant_keys(from_dict(spec["config"])),
+        **startup_facts(None),
+        **known,
+        "run_id": spec["run_id"],
+        "command": spec["command"],
+        "status": status,
+        "error": reason,
+    }
+
+
+def _finish(folder: Path, attempt: int, status: str, reason: str | None) -> None:
+    result = {"attempt": attempt, "status": status, "error": reason, "host": socket.gethostname()}
+    write_json(folder / "result.json", result)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file in one step: a reader sees the old one or the new one, whole."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(beside, path)

@@ -1,0 +1,342 @@
+"""Jobs: checked all together, frozen, then run in this process, as local processes or through SLURM.
+
+The doorway to submitit. A command either launches all of its jobs or, where one is wrong, none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_composed, from_dict, to_dict
+from longstraw.job import describe, execute, is_users, leave_word, write_json
+from longstraw.place import Place, find, resolve, visible_gpus
+from longstraw.table import last_row, read_json, table
+from longstraw.watch import Line, Screen, shown
+
+POLL_SECONDS = 0.5
+STOP_SECONDS = 15  # a job that was asked to end gets this long
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job as composed; ``error`` says why it cannot be one."""
+
+    num: int
+    overrides: list[str]
+    run_dir: Path
+    config: RunConfig | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that can run: checked, and frozen to ``run_dir/spec.json``."""
+
+    num: int
+    overrides: list[str]
+    run_dir: Path
+    config: RunConfig
+    place: Place
+
+
+def draft(num: int, overrides: list[str], run_dir: Path, composed: Any) -> Draft:
+    """Return the job that Hydra composed, or what is wrong with it."""
+    try:
+        return Draft(num, overrides, run_dir, from_composed(composed))
+    except (ConfigError, OSError) as error:
+        return Draft(num, overrides, run_dir, None, str(error))
+
+
+def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list[Job]:
+    """Return the jobs, each frozen to its ``spec.json``; raise ``ConfigError`` naming every job that is wrong."""
+    jobs: list[Job] = []
+    wrong = [(given.num, given.error) for given in drafts if given.error]
+    for given in drafts:
+        if given.config is None:
+            continue
+        try:
+            place = resolve(given.config)
+            if place.where == "slurm":
+                slurm_executor(given.run_dir.parent, given.config)
+        except (ConfigError, NameError, ValueError, RuntimeError) as error:
+            wrong.append((given.num, str(error)))
+            continue
+        given.config.mode = place.mode
+        jobs.append(Job(given.num, given.overrides, given.run_dir, given.config, place))
+    if wrong:
+        raise ConfigError(_listed(wrong, len(drafts)))
+    stamp = f"{jobs[0].run_dir.parent.name}-{secrets.token_hex(2)}"
+    for job in jobs:
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        spec = {"run_id": f"{stamp}-{job.num}", "sweep": sweep, "num": job.num, "overrides": job.overrides}
+        write_json(job.run_dir / "spec.json", {**spec, "command": command, "config": to_dict(job.config)})
+    return jobs
+
+
+def _listed(wrong: Sequence[tuple[int, str]], count: int) -> str:
+    """Return one line for each reason, with the jobs it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for num, reason in sorted(wrong):
+        reasons.setdefault(reason, []).append(str(num))
+    if count == 1:
+        return next(iter(reasons))
+    lines = [f"job{'s' * (len(nums) > 1)} {', '.join(nums)}: {reason}" for reason, nums in reasons.items()]
+    return "\n".join([f"{len({num for num, _ in wrong})} of {count} jobs are wrong, none was started", *lines])
+
+
+def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
+    """Run the jobs and return the exit status: 0 if every one succeeded. ``alone``: one job, in this process.
+
+    Prints where they run, shows them, and ends with their table and the path of their records.
+    """
+    for place in dict.fromkeys(job.place for job in jobs):
+        count = sum(job.place == place for job in jobs)
+        jobs_text = "" if alone else f"{count} job{'s' * (count > 1)} "
+        print(f"longstraw: mode={place.mode}: {jobs_text}{place.why}; records go to {_shown(folder)}", flush=True)
+    here = [job for job in jobs if job.place.where == "here"]
+    detach = jobs[0].config.launch.detach
+    handles = submit_slurm([job for job in jobs if job.place.where == "slurm"], folder)
+    write_manifest(jobs, folder, handles)
+    if detach:
+        if here:
+            _start_detached(folder)
+        print("longstraw: started; this command does not wait (launch.detach=true)")
+        return 0
+    code = run_here(here[0]) if alone and here else run_queue(jobs, handles)
+    print(table([job.run_dir for job in jobs], errors=not (alone and here)))
+    print(f"records: {_shown(folder)}/{'*' if len(jobs) > 1 else jobs[0].num}/records.jsonl", flush=True)
+    return code
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def failed(job: Job) -> bool:
+    """Return whether a job that is over did not end well."""
+    row = last_row(job.run_dir)
+    return row is None or row.get("status") != "ok"
+
+
+def run_here(job: Job) -> int:
+    """Run one job in this process; a mistake of the user's is one line, anything else a traceback."""
+    where = f"traceback: {_shown(job.run_dir)}/error.txt"
+    try:
+        with shown(Line(job.run_dir, "", job.config.steps)):
+            execute(job.run_dir)
+    except KeyboardInterrupt:
+        leave_word(job.run_dir, "error", "interrupted from the keyboard")
+        return 130
+    except Exception as error:
+        if not is_users(error):
+            traceback.print_exc()
+        print(f"longstraw: {describe(error)} ({where})", file=sys.stderr)
+        return 1
+    row = last_row(job.run_dir) or {"error": "no record was written"}
+    if row.get("error"):
+        print(f"longstraw: {row['error']}", file=sys.stderr)
+    return int(failed(job))
+
+
+def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
+    """Start local jobs as others end, up to ``launch.max_parallel``; wait for all; return the exit status.
+
+    ``handles`` are those already submitted. A job that died without a word gets its line here. An interrupt ends what
+    was started here; SLURM's jobs are cancelled too.
+    """
+    lines = {job.num: Line(job.run_dir, label, job.config.steps) for job, label in zip(jobs, labels(jobs), strict=True)}
+    waiting = [job for job in jobs if job.num not in handles]
+    limit = jobs[0].config.launch.max_parallel or 1
+    started: dict[int, float] = {}
+    screen = Screen(list(lines.values()))
+    with _stoppable():
+        try:
+            while waiting or any(lines[job.num].state in ("queued", "running") for job in jobs):
+                running = [job for job in jobs if job.num in started and lines[job.num].state in ("queued", "running")]
+                for job in waiting[: max(limit - len(running), 0)]:
+                    handles[job.num], started[job.num] = start_local(job), time.monotonic()
+                    waiting.remove(job)
+                screen.update([lines[job.num] for job in jobs if _look(job, lines[job.num], handles, started)])
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            _stop(jobs, lines, handles)
+            return 130
+        finally:
+            screen.close()
+    return int(any(line.state == "failed" for line in lines.values()))
+
+
+def _look(job: Job, line: Line, handles: dict[int, Any], started: dict[int, float]) -> bool:
+    """Bring a job's line up to date; return whether its state is new."""
+    handle = handles.get(job.num)
+    if handle is None or line.state in ("done", "failed"):
+        return False
+    if not handle.done():
+        return line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
+    if not (job.run_dir / "result.json").exists():
+        ran = time.monotonic() - started.get(job.num, time.monotonic())
+        leave_word(job.run_dir, "error", _why_dead(job, handle, ran))
+    return line.become("failed" if failed(job) else "done")
+
+
+def _why_dead(job: Job, handle: Any, ran: float) -> str:
+    minutes, log = job.config.hardware.time_min, _shown(Path(handle.paths.stdout))
+    if ran >= minutes * 60 or handle.state == "TIMEOUT":
+        return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
+    state = "" if job.place.where == "here" else f" (SLURM: {handle.state})"
+    return f"the process was killed from outside, or by the kernel for want of memory{state}; log: {log}"
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let a termination signal end the jobs as Ctrl-C does, and let children see Ctrl-C whoever started us."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(jobs: Sequence[Job], lines: dict[int, Line], handles: dict[int, Any]) -> None:
+    """Cancel every job that is not over, wait for its end, and write the line it could not."""
+    open_jobs = [job for job in jobs if job.num in handles and lines[job.num].state in ("queued", "running")]
+    for job in open_jobs:
+        handles[job.num].cancel(check=False)
+    deadline = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < deadline and not all(handles[job.num].done() for job in open_jobs):
+        time.sleep(0.1)
+    for job in open_jobs:
+        leave_word(job.run_dir, "error", "interrupted: the command that started it was ended")
+
+
+def labels(jobs: Sequence[Job]) -> list[str]:
+    """Return what tells each job of a sweep from the others: its number and the overrides not shared by all."""
+    shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
+    return [" ".join([f"job {job.num}", *(text for text in job.overrides if text not in shared)]) for job in jobs]
+
+
+def start_local(job: Job) -> Any:
+    """Start one job as a process of this machine, through submitit's local executor; return its handle."""
+    import submitit
+
+    executor = submitit.LocalExecutor(folder=job.run_dir / "log")
+    executor.update_parameters(**local_parameters(job.config.hardware))
+    return executor.submit(execute, str(job.run_dir))
+
+
+def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:
+    """Return submitit's parameters for a local job. No warning signal: at the limit the launcher says what happened."""
+    parameters: dict[str, Any] = {
+        "timeout_min": hardware.time_min,
+        "signal_delay_s": 0,
+        "tasks_per_node": hardware.world_size,
+        "stderr_to_stdout": True,
+        "setup": hardware.setup,
+    }
+    if hardware.gpus_per_node:
+        gpus = [int(name) for name in visible_gpus() if name.isdecimal()]
+        parameters |= {"gpus_per_node": hardware.gpus_per_node, "visible_gpus": gpus}
+    return parameters
+
+
+def slurm_parameters(hardware: HardwareConfig) -> dict[str, Any]:
+    """Return submitit's parameters for a SLURM job: one task a GPU, or one task a rank on processors."""
+    tasks = hardware.gpus_per_node or -(-hardware.world_size // hardware.nodes)
+    srun = ["--kill-on-bad-exit=1"]  # or the other ranks hold their GPUs until a collective times out
+    if hardware.cpus_per_task is not None:
+        srun.append(f"--cpus-per-task={hardware.cpus_per_task}")  # since 22.05 srun does not inherit it
+    gres = ":".join(filter(None, ("gpu", hardware.gpu, str(hardware.gpus_per_node))))
+    parameters: dict[str, Any] = {
+        "nodes": hardware.nodes,
+        "tasks_per_node": tasks,
+        "cpus_per_task": hardware.cpus_per_task,
+        "mem_gb": hardware.host_memory_gb,
+        "timeout_min": hardware.time_min,
+        "stderr_to_stdout": True,
+        "slurm_gres": gres if hardware.gpus_per_node else None,
+        "slurm_setup": hardware.setup or None,
+        "slurm_srun_args": srun,
+    }
+    for key in ("partition", "account", "qos", "constraint", "exclude", "comment"):
+        parameters[f"slurm_{key}"] = getattr(hardware, key)
+    return {key: value for key, value in (parameters | hardware.slurm).items() if value is not None}
+
+
+def slurm_executor(folder: Path, config: RunConfig, cluster: str = "slurm") -> Any:
+    """Return a submitit executor that asks for a job's resources; raise ``NameError`` for a key submitit lacks."""
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=folder / "logs" / "%j", cluster=cluster)
+    executor.update_parameters(name="longstraw", **slurm_parameters(config.hardware))
+    if config.launch.max_parallel is not None:
+        executor.update_parameters(slurm_array_parallelism=config.launch.max_parallel)
+    return executor
+
+
+def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[int, Any]:
+    """Submit the jobs, one array for each set of resources; return submitit's handles by job number."""
+    arrays: dict[str, list[Job]] = {}
+    for job in jobs:
+        arrays.setdefault(json.dumps(slurm_parameters(job.config.hardware), sort_keys=True), []).append(job)
+    executors = [(slurm_executor(folder, array[0].config, cluster), array) for array in arrays.values()]
+    handles: dict[int, Any] = {}
+    for executor, array in executors:
+        submitted = executor.map_array(execute, [str(job.run_dir) for job in array])
+        handles |= {job.num: handle for job, handle in zip(array, submitted, strict=True)}
+    return handles
+
+
+def write_manifest(jobs: Sequence[Job], folder: Path, handles: dict[int, Any]) -> None:
+    """Write ``sweep.json``: which jobs there are and where each was sent."""
+    ids = {num: handle.job_id for num, handle in handles.items()}
+    entries = [
+        {"num": job.num, "run_dir": str(job.run_dir.absolute()), "where": job.place.where, "job_id": ids.get(job.num)}
+        for job in jobs
+    ]
+    write_json(folder / "sweep.json", {"jobs": entries})
+
+
+def _start_detached(folder: Path) -> None:
+    """Start a process of its own that runs the local jobs of ``folder`` and outlives this one."""
+    with (folder / "launch.log").open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "longstraw.launch", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def main(folder: Path) -> int:
+    """Run the local jobs of a launched folder; what ``launch.detach=true`` leaves behind."""
+    jobs = []
+    for entry in read_json(folder / "sweep.json")["jobs"]:
+        if entry["where"] == "here":
+            spec = read_json(Path(entry["run_dir"]) / "spec.json")
+            config = from_dict(spec["config"])
+            jobs.append(Job(spec["num"], spec["overrides"], Path(entry["run_dir"]), config, find(config.hardware)))
+    code = run_queue(jobs, {})
+    print(table([job.run_dir for job in jobs]), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

@@ -1,0 +1,187 @@
+"""A model's sizes as typed objects, from ``conf/model`` or from a checkpoint's own ``config.json``.
+
+Field names are those of the published ``config.json``, so that a checkpoint's own file fills the same class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+DTYPES = ("float64", "float32", "bfloat16")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be what the user meant; the message says what would be valid."""
+
+
+def choose(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` unless ``value`` is one of ``choices``, with the nearest one as a hint."""
+    if value in choices:
+        return
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}{hint}")
+
+
+def at_least(key: str, value: float | None, least: float) -> None:
+    """Raise ``ConfigError`` if ``value`` is below ``least``; ``None`` passes."""
+    if value is not None and value < least:
+        raise ConfigError(f"{key}={value} must be at least {least}")
+
+
+@dataclass
+class ModelConfig:
+    """What every architecture shares; sizes are those of ``config.json``."""
+
+    name: str = MISSING
+    architecture: str = MISSING
+    checkpoint: str | None = None  # a folder in transformers' format; None draws random weights from the seed
+    dtype: str = "bfloat16"
+    vocab_size: int = MISSING
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_hidden_layers: int = MISSING
+    max_position_embeddings: int = MISSING  # the native length
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    rope_theta: float = MISSING
+    rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
+    chunk: int = 16384  # defaults of the run's keys of the same names
+    response_length: int = 8192
+
+    def __post_init__(self) -> None:
+        choose("model.dtype", self.dtype, DTYPES)
+        choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
+
+
+@dataclass
+class Qwen36Config(ModelConfig):
+    """The hybrid of Gated DeltaNet and gated full attention: every ``full_attention_interval``-th layer is full."""
+
+    architecture: str = "qwen3_6"
+    full_attention_interval: int = 4
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    head_dim: int = MISSING
+    partial_rotary_factor: float = 0.25
+    linear_num_key_heads: int = MISSING
+    linear_num_value_heads: int = MISSING
+    linear_key_head_dim: int = MISSING
+    linear_value_head_dim: int = MISSING
+    linear_conv_kernel_dim: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for few, many in (
+            ("num_key_value_heads", "num_attention_heads"),
+            ("linear_num_key_heads", "linear_num_value_heads"),
+        ):
+            if getattr(self, many) % getattr(self, few):
+                raise ConfigError(f"model.{many}={getattr(self, many)} is no multiple of {few}={getattr(self, few)}")
+        if self.rotary_dim % 2:
+            raise ConfigError(
+                f"model.head_dim={self.head_dim} x partial_rotary_factor={self.partial_rotary_factor} gives "
+                f"{self.rotary_dim} rotary dimensions; they must be even"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """One of ``linear_attention`` and ``full_attention`` per layer, in transformers' words."""
+        full = self.full_attention_interval
+        return ["linear_attention" if (i + 1) % full else "full_attention" for i in range(self.num_hidden_layers)]
+
+
+ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config}
+
+
+def conf_dir() -> Path:
+    """Return the folder of YAML files: beside the package in a checkout, inside it in a wheel."""
+    here = Path(__file__).resolve().parent
+    for folder in (here.parent / "conf", here / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"conf/config.yaml is neither beside nor inside {here}; install longstraw again")
+
+
+def available(group: str) -> tuple[str, ...]:
+    """Return the names in one config group, such as ``model``."""
+    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """Return what one file of ``conf/`` says, its defaults list left out; interpolations stay as written."""
+    plain = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "defaults"}
+
+
+def load_model_config(name: str, **overrides: Any) -> ModelConfig:
+    """Return the configuration of a model by the name of its file in ``conf/model``, without Hydra."""
+    choose("model", name, available("model"))
+    return _model_config(option("model", name), overrides)
+
+
+def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
+    """Return the configuration of a checkpoint folder, from the ``config.json`` that transformers wrote."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not there; a checkpoint is a folder in transformers' format")
+    text = json.loads(path.read_text())
+    text = text.get("text_config", text)
+    architecture = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6"}.get(text.get("model_type"))
+    if architecture is None:
+        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of qwen3_5_text (Qwen3.5, Qwen3.6)")
+    rope = text.get("rope_parameters") or {}
+    known = {f.name for f in fields(ARCHITECTURES[architecture])}
+    values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
+    _check_supported(path, text, rope)
+    values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
+    return _model_config(values, overrides)
+
+
+def _check_supported(path: Path, text: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Refuse what would load without complaint and then compute something else."""
+    wanted: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "tie_word_embeddings": (False, None),
+    }
+    for key, valid in wanted.items():
+        if text.get(key) not in valid:
+            raise ConfigError(f"{path}: {key}={text[key]!r} is not supported, only {valid[0]!r}")
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"{path}: rope_type={rope['rope_type']!r} is not supported, only 'default'")
+
+
+def _model_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
+    schema = ARCHITECTURES[values["architecture"]]
+    known = tuple(f.name for f in fields(schema))
+    for key in overrides:
+        choose("model field", key, known)
+    config: ModelConfig = typed(schema, {**values, **overrides}, "model")
+    return config
+
+
+def typed(schema: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """Return an object of the dataclass ``schema``; what does not fit is a ``ConfigError`` that names ``where``."""
+    known = tuple(f.name for f in fields(schema))
+    for key in values:
+        choose(f"{where} key", key, known)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(values)))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{where}.{error.key} has no value") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]} ({error.full_key})") from None

@@ -1,0 +1,186 @@
+"""The check of what was typed, against the schema and the folders of ``conf/``, before Hydra composes anything.
+
+Hydra accepts ``+typo=1`` and answers ``typo=1`` with a page; here every mistake of a command line is found at once and
+each gets one line with the nearest valid keys. The caller parses (``run.py`` holds the doorway to Hydra).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, choose, conf_dir, option, schema_of
+from longstraw.units import parse_count
+
+FOLDERS = ("model", "hardware", "adapter", "data", "algorithm", "optimizer", "sweep")  # groups with a choice
+
+
+@dataclass(frozen=True)
+class Typed:
+    """One argument ``[+|++|~]key=value``; ``values`` has one entry, or one for each value of a sweep."""
+
+    text: str
+    key: str
+    values: tuple[Any, ...] = ()
+    prefix: str = ""
+    package: str | None = None
+
+
+def check(arguments: Sequence[Typed]) -> None:
+    """Raise ``ConfigError`` with one line for each argument that the schema does not know or cannot hold."""
+    choices = chosen(arguments)
+    complaints = []
+    for argument in arguments:
+        try:
+            _check_one(argument, choices)
+        except ConfigError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise ConfigError("\n".join(dict.fromkeys(complaints)))
+
+
+def chosen(arguments: Iterable[Typed]) -> dict[str, tuple[str, ...]]:
+    """Return the options of each group that the jobs will use: the default, a named sweep's, or those typed.
+
+    Names that no file has are left out; ``check`` reports them where they were typed.
+    """
+    choices: dict[str, tuple[str, ...]] = {group: (name,) for group, name in _defaults(_conf("config.yaml")).items()}
+    typed = {argument.key: argument.values for argument in arguments if not argument.prefix.startswith("~")}
+    for sweep in typed.get("sweep", ()):
+        if sweep in available("sweep"):
+            choices |= _swept(str(sweep))
+    choices |= {group: tuple(map(str, typed[group])) for group in FOLDERS if group in typed}
+    return {group: tuple(name for name in names if name in available(group)) for group, names in choices.items()}
+
+
+def _conf(path: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(conf_dir() / path))
+
+
+def _defaults(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``{group: option}`` of a defaults list."""
+    entries = [entry for entry in content.get("defaults", []) if isinstance(entry, dict)]
+    pairs = itertools.chain.from_iterable(entry.items() for entry in entries)
+    plain = ((str(key).removeprefix("override ").removeprefix("/"), value) for key, value in pairs)
+    return {key: str(value) for key, value in plain if key in FOLDERS}
+
+
+def _swept(sweep: str) -> dict[str, tuple[str, ...]]:
+    content = _conf(f"sweep/{sweep}.yaml")
+    params = content.get("hydra", {}).get("sweeper", {}).get("params", {})
+    several = {key: tuple(part.strip() for part in str(params[key]).split(",")) for key in FOLDERS if key in params}
+    return {**{key: (value,) for key, value in _defaults(content).items()}, **several}
+
+
+def _check_one(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
+    key = argument.key
+    if key == "hydra.sweeper.max_batch_size":
+        raise ConfigError(f"{key}: jobs are queued by launch.max_parallel=N")
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return  # Hydra's own keys, which Hydra checks
+    if argument.package is not None:
+        raise ConfigError(f"{argument.text}: groups stand where they are; write {key}=NAME")
+    if key in FOLDERS:
+        for value in argument.values:
+            if not (key == "sweep" and value is None):
+                choose(key, value, available(key))
+    else:
+        _check_key(argument, choices)
+    if argument.prefix == "~":
+        raise ConfigError(f"{argument.text}: keys cannot be removed; leave {key} out and it has its default")
+    if argument.prefix == "+" and not _free(key, choices):
+        raise ConfigError(f"{argument.text}: the key exists; write {argument.text.removeprefix('+')}")
+
+
+def _check_key(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Check a key that is no group against each option it may meet, and each of its values against its type."""
+    group, _, inner = argument.key.partition(".")
+    for option_name, schema in _schemas(group, choices):
+        path = inner if option_name is not None else argument.key
+        if not _has(schema, path):
+            also = f" with {group}={option_name}" if len(choices.get(group, ())) > 1 else ""
+            raise ConfigError(f"{argument.text}: there is no key {argument.key}{also}{_near(argument.key, choices)}")
+        if _free(argument.key, choices) and not argument.prefix:
+            raise ConfigError(f"{argument.text}: {group} takes any key here; write +{argument.text}")
+        for value in argument.values:
+            _check_value(argument, schema, path, value)
+
+
+def _schemas(group: str, choices: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str | None, type[Any]]]:
+    """Yield the schema a key lives in: one for each chosen option of its group, or the root's."""
+    if group not in GROUPS:
+        yield None, RunConfig
+    elif group not in FOLDERS:
+        yield "", GROUPS[group]
+    else:
+        for name in choices.get(group, ()):
+            yield name, schema_of(group, option(group, name))
+
+
+def _has(schema: type[Any], path: str) -> bool:
+    head, _, rest = path.partition(".")
+    if head not in {f.name for f in fields(schema)}:
+        return False
+    hint = get_type_hints(schema)[head]
+    return not rest or get_origin(hint) is dict or (is_dataclass(hint) and _has(hint, rest))  # type: ignore[arg-type]
+
+
+def _free(key: str, choices: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether ``key`` lies inside a field that holds a dict of any keys."""
+    group, _, inner = key.partition(".")
+    head, _, rest = inner.partition(".")
+    schemas = [schema for _, schema in _schemas(group, choices)]
+    return bool(rest) and any(get_origin(get_type_hints(schema).get(head)) is dict for schema in schemas)
+
+
+def _check_value(argument: Typed, schema: type[Any], path: str, value: Any) -> None:
+    shown = argument.text if len(argument.values) == 1 else f"{argument.key}={value}"
+    if argument.key in GROUPS:
+        raise ConfigError(f"{shown}: {argument.key} is a set of keys; write {argument.key}.KEY=VALUE")
+    if isinstance(value, str) and "${" in value:
+        return  # an interpolation is resolved, and then checked, in the composed job
+    try:
+        if argument.key in COUNTS and value is not None:
+            parse_count(value, least=COUNTS[argument.key])
+        elif not _free_path(path, schema):
+            OmegaConf.update(OmegaConf.structured(schema), path, value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{shown}: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown}: {error}") from None
+
+
+def _free_path(path: str, schema: type[Any]) -> bool:
+    head, _, rest = path.partition(".")
+    return bool(rest) and get_origin(get_type_hints(schema).get(head)) is dict
+
+
+def valid_keys(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return every key that can be set with these choices, groups included."""
+    keys = [f.name for f in fields(RunConfig) if f.name not in GROUPS] + list(FOLDERS)
+    for group in GROUPS:
+        for _, schema in _schemas(group, choices):
+            keys += [f"{group}.{f.name}" for f in fields(schema)]
+    return list(dict.fromkeys(keys))
+
+
+def _near(key: str, choices: Mapping[str, tuple[str, ...]]) -> str:
+    """Return a hint: keys that end alike, then keys that are spelled alike, then all keys of the group."""
+    keys = valid_keys(choices)
+    last = key.rpartition(".")[2]
+    same = [name for name in keys if name.rpartition(".")[2] == last]
+    tails = {name.rpartition(".")[2]: name for name in reversed(keys)}
+    alike = difflib.get_close_matches(key, keys, n=3, cutoff=0.6)
+    alike += [tails[tail] for tail in difflib.get_close_matches(last, tails, n=2, cutoff=0.7)]
+    found = list(dict.fromkeys(same + alike))[:3]
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    group = key.partition(".")[0]
+    shown = [name for name in keys if name.startswith(f"{group}.")] or [name for name in keys if "." not in name]
+    return f"; there are {', '.join(shown)}"

@@ -1,0 +1,80 @@
+"""Where a job can run: on this machine, through SLURM, or nowhere that has its hardware. Looks, and starts nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longstraw.config import ConfigError, HardwareConfig, RunConfig
+
+WORKS = "model=qwen3_6_tiny hardware=cpu works on any machine"
+
+
+@dataclass(frozen=True)
+class Place:
+    """``mode`` is never ``auto``; ``where`` is ``here``, ``slurm`` or, without the hardware, ``nowhere``."""
+
+    mode: str
+    where: str
+    why: str  # for the first line a user reads
+
+
+def resolve(config: RunConfig) -> Place:
+    """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing or comes later."""
+    place = find(config.hardware)
+    if config.mode in ("simulate", "emulate"):
+        raise ConfigError(f"mode={config.mode}: this version cannot {config.mode} yet; {WORKS}")
+    if place.where == "nowhere":
+        if config.mode == "run":
+            raise ConfigError(f"mode=run: {place.why}; {WORKS}")
+        raise ConfigError(f"mode=auto would simulate, because {place.why}; this version cannot simulate yet; {WORKS}")
+    if config.hardware.world_size > 1:
+        raise ConfigError(
+            f"hardware={config.hardware.name} has {config.hardware.world_size} ranks and this version computes on one; "
+            f"hardware=cuda takes one GPU; {WORKS}"
+        )
+    return place
+
+
+def find(hardware: HardwareConfig) -> Place:
+    """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
+    name = f"hardware={hardware.name}"
+    sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
+    if "SLURM_JOB_ID" in os.environ:
+        return Place("run", "here", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
+    if hardware.backend == "cpu":
+        if sbatch:
+            return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+        return Place("run", "here", f"on this machine's processor ({name})")
+    wanted, visible = hardware.nodes * max(hardware.gpus_per_node, 1), len(visible_gpus())
+    if hardware.nodes == 1 and visible >= wanted:
+        return Place("run", "here", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
+    if sbatch:
+        return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+    lacks = "sbatch is not on PATH" if hardware.partition is not None else "hardware.partition names no SLURM partition"
+    shape = (
+        f"{hardware.nodes} nodes with {hardware.gpus_per_node} GPUs each"
+        if hardware.nodes > 1
+        else f"{wanted} GPU{'s' * (wanted > 1)}"
+    )
+    return Place("simulate", "nowhere", f"{name} wants {shape}, {visible} visible here and {lacks}")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """Return the names CUDA would take for this machine's GPUs, without importing torch.
+
+    ``CUDA_VISIBLE_DEVICES`` narrows what the driver offers; an empty one hides all.
+    """
+    present = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
+    if not present and shutil.which("nvidia-smi"):  # where the driver lives elsewhere, as under WSL
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+        present = [str(i) for i, line in enumerate(listing.stdout.splitlines()) if line.startswith("GPU ")]
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return sorted(present, key=int)
+    listed = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    return listed[: len(present)]

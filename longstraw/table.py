@@ -1,0 +1,83 @@
+"""What a job's folder tells: its last record, its progress, and the table at the end of a command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longstraw.record import latest_attempt, records_path
+from longstraw.schema import numbers
+from longstraw.units import format_bytes, format_seconds
+
+COLUMNS = ("job", "model", "context", "group_size", "prompt_grad", "status", "peak bytes", "seconds", "loss")
+LEFT = ("job", "model", "prompt_grad", "status")  # columns of words
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of a job's latest attempt; a line that was torn by a kill is passed over."""
+    attempt = latest_attempt(run_dir)
+    if attempt is None:
+        return []
+    rows = []
+    for line in records_path(run_dir, attempt).read_text(errors="replace").splitlines():
+        try:
+            rows.append(numbers(json.loads(line)))
+        except json.JSONDecodeError:
+            continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def last_row(run_dir: Path) -> dict[str, Any] | None:
+    """Return a job's last record, or ``None``."""
+    rows = read_rows(run_dir)
+    return rows[-1] if rows else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a small JSON file's content; empty where there is none or it is being written."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
+    """Return the table of a command's jobs, one row each (worst peak, all seconds, last loss), then their errors."""
+    rows, reasons = [], []
+    for run_dir in run_dirs:
+        records = read_rows(run_dir)
+        config = read_json(run_dir / "spec.json").get("config", {})
+        rows.append(_cells(run_dir.name, config, records))
+        if records and records[-1].get("error"):
+            reasons.append(f"job {run_dir.name}: {records[-1]['status']}: {records[-1]['error']}")
+    return "\n".join([_aligned([dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]), *(reasons if errors else [])])
+
+
+def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, str]:
+    last = records[-1] if records else {}
+    peaks = [row["peak_allocated_bytes"] for row in records if row.get("peak_allocated_bytes") is not None]
+    seconds = [row["seconds"] for row in records if row.get("seconds") is not None]
+    losses = [row["loss"] for row in records if row.get("loss") is not None]
+    return {
+        "job": name,
+        "model": str(config.get("model", {}).get("name", "")),
+        "context": f"{config.get('context', 0):,}",
+        "group_size": str(config.get("group_size", "")),
+        "prompt_grad": str(config.get("prompt_grad", "")),
+        "status": str(last.get("status", "not run")),
+        "peak bytes": format_bytes(max(peaks)) if peaks else "",
+        "seconds": format_seconds(sum(seconds)) if seconds else "",
+        "loss": f"{losses[-1]:.6g}" if losses else "",
+    }
+
+
+def _aligned(rows: Sequence[dict[str, str]]) -> str:
+    widths = {key: max(len(row[key]) for row in rows) for key in COLUMNS}
+    lines = []
+    for row in rows:
+        cells = (row[key].ljust(widths[key]) if key in LEFT else row[key].rjust(widths[key]) for key in COLUMNS)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
