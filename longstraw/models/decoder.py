@@ -6,7 +6,7 @@ T positions, d model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,22 @@ class Block(nn.Module):
     def mixer(self) -> Mixer:
         raise AttributeError(f"{type(self).__name__} names no mixer")
 
-    def forward(self, x: Tensor, past: Past, state_only: bool) -> tuple[Tensor | None, Tensors]:
-        """Return the block's output [T, d], or None where only its state is wanted, and what it adds to the state."""
+    def forward(self, x: Tensor, past: Past, handed: Any, state_only: bool) -> tuple[Tensor | None, Tensors, Any]:
+        """Return the block's output [T, d], what it adds to the state, and what it hands to the next block.
+
+        ``handed`` is what the block before handed on. Where only the state is wanted, the other two are None.
+        """
         normed = self.input_layernorm(x)
         if state_only:
-            return None, self.mixer.update(normed, past)
-        mixed, update = self.mixer(normed, past)
+            return None, self.mixer.update(normed, past), None
+        mixed, update, handed = self.mix(normed, past, handed)
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), update
+        return x + self.mlp(self.post_attention_layernorm(x)), update, handed
+
+    def mix(self, x: Tensor, past: Past, handed: Any) -> tuple[Tensor, Tensors, Any]:
+        """Run the mixer. Overridden where a block reads what it is handed, or hands something on."""
+        mixed, update = self.mixer(x, past)
+        return mixed, update, handed
 
 
 class Trunk(nn.Module):
@@ -61,7 +69,8 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A causal language model that reads its past from outside and stores nothing.
 
-    With autograd on, every block is checkpointed: its activations are made again in the backward.
+    With autograd on, every block is checkpointed: its activations are made again in the backward. What one block hands
+    to the next is an input of the next, so each can be made again alone.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, blocks: Sequence[Block], norm: nn.Module):
@@ -86,14 +95,14 @@ class Decoder(nn.Module):
         With ``state_only`` the hidden states are None, and the last block does no more than its state asks for.
         """
         x: Tensor | None = self.model.embed_tokens(tokens)
-        updates = []
+        updates, handed = [], None
         blocks = self._blocks()
         for i, (block, layer_past) in enumerate(zip(blocks, past, strict=True)):
-            arguments = (x, layer_past, state_only and i == len(blocks) - 1)
+            arguments = (x, layer_past, handed, state_only and i == len(blocks) - 1)
             if torch.is_grad_enabled():
-                x, update = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x, update, handed = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, update = block(*arguments)
+                x, update, handed = block(*arguments)
             updates.append(update)
         return None if state_only else self.model.norm(x), updates
 
