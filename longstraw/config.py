@@ -7,7 +7,7 @@ lives in ``model_config.py`` and is offered here too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -72,9 +72,18 @@ INNER_CHUNK = 64  # positions the delta rule solves at a time; prompt chunks are
 
 @dataclass
 class AdapterConfig:
-    """What is trained: ``none`` means every parameter."""
+    """What is trained: ``none`` means every parameter, ``lora`` low-rank adapters on a model that is frozen."""
 
     name: str = "none"
+    rank: int = 16
+    alpha: int = 32  # what an adapter adds is scaled by alpha / rank
+    targets: list[str] = field(default_factory=list)  # module names such as q_proj; empty: the architecture's own list
+    checkpoint: str | None = None  # a folder in PEFT's format to start from; its own rank, alpha and targets hold
+
+    def __post_init__(self) -> None:
+        choose("adapter", self.name, ("none", "lora"))
+        for key in ("rank", "alpha"):
+            at_least(f"adapter.{key}", getattr(self, key), 1)
 
 
 @dataclass
@@ -324,6 +333,8 @@ def from_composed(composed: Any) -> RunConfig:
     config = from_dict({str(key): value for key, value in values.items()})
     if config.model.checkpoint is not None:
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
+        if config.model.rope_scaling.factor != 1:
+            kept["rope_scaling"] = asdict(config.model.rope_scaling)
         config.model = read_model_config(config.model.checkpoint, **kept)
     return config
 

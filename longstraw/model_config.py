@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,22 @@ def at_least(key: str, value: float | None, least: float) -> None:
 
 
 @dataclass
+class RopeScaling:
+    """YaRN (arXiv 2309.00071) for positions past the native length; a factor of 1 leaves the embedding as it is."""
+
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None  # None: the model's max_position_embeddings
+    attention_factor: float | None = None  # multiplies cos and sin; None: 0.1 ln(factor) + 1
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # widen the ramp to whole dimensions
+
+    def __post_init__(self) -> None:
+        at_least("model.rope_scaling.factor", self.factor, 1)
+        at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
+
+
+@dataclass
 class ModelConfig:
     """What every architecture shares; sizes are those of ``config.json``."""
 
@@ -53,6 +69,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     rope_theta: float = MISSING
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
     chunk: int = 16384  # defaults of the run's keys of the same names
     response_length: int = 8192
@@ -60,6 +77,19 @@ class ModelConfig:
     def __post_init__(self) -> None:
         choose("model.dtype", self.dtype, DTYPES)
         choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
+
+    @property
+    def longest_position(self) -> int:
+        """How many positions the rotary embedding was made, or scaled, for."""
+        scaling = self.rope_scaling
+        if scaling.factor == 1:
+            return self.max_position_embeddings
+        return int((scaling.original_max_position_embeddings or self.max_position_embeddings) * scaling.factor)
+
+    @property
+    def rope_label(self) -> str:
+        """What a record says of the scaling: ``none``, or the method and its factor."""
+        return "none" if self.rope_scaling.factor == 1 else f"yarn {self.rope_scaling.factor:g}"
 
 
 @dataclass
@@ -140,18 +170,20 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
         raise FileNotFoundError(f"{path}: not there; a checkpoint is a folder in transformers' format")
     text = json.loads(path.read_text())
     text = text.get("text_config", text)
+    text.setdefault("dtype", text.get("torch_dtype"))  # its name before transformers 5
     architecture = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6"}.get(text.get("model_type"))
     if architecture is None:
         raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of qwen3_5_text (Qwen3.5, Qwen3.6)")
-    rope = text.get("rope_parameters") or {}
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     known = {f.name for f in fields(ARCHITECTURES[architecture])}
     values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
-    _check_supported(path, text, rope)
+    _check_supported(path, text)
+    values |= {"rope_scaling": _rope_scaling(path, text, rope)}
     values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
     return _model_config(values, overrides)
 
 
-def _check_supported(path: Path, text: dict[str, Any], rope: dict[str, Any]) -> None:
+def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
     """Refuse what would load without complaint and then compute something else."""
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", None),
@@ -161,8 +193,21 @@ def _check_supported(path: Path, text: dict[str, Any], rope: dict[str, Any]) -> 
     for key, valid in wanted.items():
         if text.get(key) not in valid:
             raise ConfigError(f"{path}: {key}={text[key]!r} is not supported, only {valid[0]!r}")
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{path}: rope_type={rope['rope_type']!r} is not supported, only 'default'")
+
+
+def _rope_scaling(path: Path, text: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``RopeScaling`` that transformers' ``rope_parameters`` mean."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind != "yarn":
+        raise ConfigError(f"{path}: rope_type={kind!r} is not supported, only 'default' and 'yarn'")
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        raise ConfigError(f"{path}: YaRN with mscale is not supported, only with attention_factor or without both")
+    given = {f.name: rope[f.name] for f in fields(RopeScaling) if rope.get(f.name) is not None}
+    original = given.setdefault("original_max_position_embeddings", text["max_position_embeddings"])
+    given.setdefault("factor", text["max_position_embeddings"] / original)
+    return given
 
 
 def _model_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
