@@ -274,8 +274,10 @@ def _is_among(storage: torch.UntypedStorage, values: Any) -> bool:
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Give the tensors with memory behind a tensor: itself, or what a wrapper (DTensor) holds on this rank."""
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, torch.Tensor):  # a DTensor lists its mesh too
+                yield from _plain_tensors(part)
     else:
         yield tensor
 
