@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ class RopeScaling:
         at_least("model.rope_scaling.factor", self.factor, 1)
         at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
 
+    @property
+    def attention(self) -> float:
+        """What cos and sin are multiplied by; a product of query and key by its square."""
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
 
 @dataclass
 class ModelConfig:
@@ -77,14 +83,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         choose("model.dtype", self.dtype, DTYPES)
         choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
+        if self.rope_scaling.factor != 1 and self.rope_scaling.original_max_position_embeddings is None:
+            native = self.max_position_embeddings
+            self.rope_scaling = replace(self.rope_scaling, original_max_position_embeddings=native)
 
     @property
     def longest_position(self) -> int:
         """How many positions the rotary embedding was made, or scaled, for."""
         scaling = self.rope_scaling
-        if scaling.factor == 1:
+        if scaling.factor == 1 or scaling.original_max_position_embeddings is None:
             return self.max_position_embeddings
-        return int((scaling.original_max_position_embeddings or self.max_position_embeddings) * scaling.factor)
+        return int(scaling.original_max_position_embeddings * scaling.factor)
 
     @property
     def rope_label(self) -> str:
@@ -134,6 +143,19 @@ class Qwen36Config(ModelConfig):
 
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config}
+
+
+def native_length_warning(config: ModelConfig, context: int) -> str | None:
+    """Return what to tell the user, once, of a run of ``context`` positions past the model's; None where it fits."""
+    longest = config.longest_position
+    if context <= longest:
+        return None
+    factor = math.ceil(context / config.max_position_embeddings)
+    made = "native length" if config.rope_scaling.factor == 1 else f"length by {config.rope_label}"
+    return (
+        f"context={context} is past {config.name}'s {made}, {longest} positions: memory and speed are as measured, "
+        f"but what the model makes of the rest is extrapolation; model.rope_scaling.factor={factor} would cover it"
+    )
 
 
 def conf_dir() -> Path:

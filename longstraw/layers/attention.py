@@ -44,7 +44,7 @@ class GatedAttention(nn.Module):
         angles = self._angles(x, past)
         update = self.update(x, past, angles)
         query, gate = self.q_proj(x).unflatten(-1, (self.heads, -1)).chunk(2, -1)
-        query = rotate(self.q_norm(query), angles)
+        query = rotate(self.q_norm(query), angles, self.config.rope_scaling.attention)
         out = attend(
             query,
             update["key"],
@@ -63,9 +63,17 @@ class GatedAttention(nn.Module):
         if angles is None:
             angles = self._angles(x, past)
         key = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, -1)))
-        return {"key": rotate(key, angles), "value": self.v_proj(x).unflatten(-1, (self.kv_heads, -1))}
+        key = rotate(key, angles, self.config.rope_scaling.attention)
+        return {"key": key, "value": self.v_proj(x).unflatten(-1, (self.kv_heads, -1))}
 
     def _angles(self, x: Tensor, past: Past) -> Tensor:
         config = self.config
-        dtype = getattr(torch, config.rope_angles)
-        return rotary_angles(past.positions, len(x), config.rotary_dim, config.rope_theta, dtype=dtype, device=x.device)
+        return rotary_angles(
+            past.positions,
+            len(x),
+            config.rotary_dim,
+            config.rope_theta,
+            dtype=getattr(torch, config.rope_angles),
+            device=x.device,
+            scaling=config.rope_scaling,
+        )

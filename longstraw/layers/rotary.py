@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from longstraw.model_config import RopeScaling
+
+UNSCALED = RopeScaling()
+
 
 def rotary_angles(
-    start: int, count: int, width: int, theta: float, *, dtype: torch.dtype, device: torch.device
+    start: int,
+    count: int,
+    width: int,
+    theta: float,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: RopeScaling = UNSCALED,
 ) -> Tensor:
     """Return the angles [T, width/2] of positions ``start`` to ``start + count``, formed in ``dtype``.
 
     Float32 is what transformers does; at two million positions its angles are off by 0.07 rad, float64's are not.
     """
-    powers = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype) / width
     positions = torch.arange(start, start + count, device=device).to(dtype)
-    return torch.outer(positions, 1.0 / theta**powers)
+    return torch.outer(positions, _frequencies(width, theta, scaling, dtype, device))
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the first dimensions of ``x`` [T, H, D] by ``angles`` [T, width/2]; the others pass."""
+def rotate(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
+    """Turn the first dimensions of ``x`` [T, H, D] by ``angles`` [T, width/2], times ``scale``; the others pass."""
     half = angles.shape[-1]
-    cos, sin = (f.to(x.dtype).unsqueeze(1) for f in (angles.cos(), angles.sin()))
+    cos, sin = ((f * scale).to(x.dtype).unsqueeze(1) for f in (angles.cos(), angles.sin()))
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _frequencies(width: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the angle a position [width/2].
+
+    YaRN (Peng et al. 2023, arXiv 2309.00071): dimensions that turn more than ``beta_fast`` times over the native length
+    stay, those that turn less than ``beta_slow`` times are slowed down by the factor, with a linear ramp between.
+    """
+    dimensions = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype)
+    period = theta ** (dimensions / width)
+    if scaling.factor == 1:
+        return 1.0 / period
+    native = scaling.original_max_position_embeddings
+    assert native is not None
+
+    def turning(turns: float) -> float:
+        """The dimension that turns this often over the native length."""
+        return width * math.log(native / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = turning(scaling.beta_fast), turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = ((dimensions / 2 - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return 1.0 / (scaling.factor * period) * ramp + 1.0 / period * (1 - ramp)
