@@ -111,7 +111,7 @@ class HardwareConfig:
     exclude: str | None = None
     comment: str | None = None
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
-    slurm: dict[str, Any] = field(default_factory=dict)  # further submitit parameters, e.g. slurm_reservation
+    slurm: dict[str, Any] = field(default_factory=dict)  # further submitit parameters, such as slurm_mail_user
 
     def __post_init__(self) -> None:
         choose("hardware.backend", self.backend, ("cpu", "cuda"))

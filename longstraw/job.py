@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from longstraw.config import from_dict
-from longstraw.record import append_row, constant_keys, startup_facts
+from longstraw.provenance import startup_facts
+from longstraw.record import append_row
+from longstraw.schema import RecordError, constant_keys
 from longstraw.table import last_row
 
 
@@ -70,7 +73,10 @@ def leave_word(folder: Path, status: str, reason: str, attempt: int | None = Non
     """
     row = last_row(folder)
     if row is None or row.get("status") == "ok":
-        append_row(folder, _failure(folder, row or {}, status, reason), attempt)
+        try:
+            append_row(folder, _failure(folder, row or {}, status, reason), attempt)
+        except (RecordError, OSError) as error:  # a full disk must not hide what went wrong before
+            print(f"longstraw: {error}", file=sys.stderr)
     else:
         status, reason = row["status"], row.get("error") or reason
     _finish(folder, attempt or 0, status, reason)

@@ -238,7 +238,22 @@ def start_local(job: Job) -> Any:
 
     executor = submitit.LocalExecutor(folder=job.run_dir / "log")
     executor.update_parameters(**local_parameters(job.config.hardware))
-    return executor.submit(execute, str(job.run_dir))
+    with _stderr_to(job.run_dir / "log" / "controller.err"):
+        return executor.submit(execute, str(job.run_dir))
+
+
+@contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """Let processes started meanwhile write their errors to a file: submitit's controller dies of Ctrl-C in a page."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    try:
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:

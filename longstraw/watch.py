@@ -97,9 +97,10 @@ class Screen:
         shown = [line for line in self.lines if line.state == "running"]
         shown += [line for line in self.lines if line.state != "running"][: max(30 - len(shown), 0)]
         for line in sorted(shown, key=self.lines.index):
-            took = "" if line.state == "queued" else format_seconds(time.monotonic() - line.since)
+            took = format_seconds(time.monotonic() - line.since) if line.state == "running" else ""
             state = Text(line.state, style=colours[line.state])
-            rows.add_row(Text(line.label), state, Text(took if line.state == "running" else ""), Text(line.progress()))
+            progress = Text(line.progress(), no_wrap=True, overflow="ellipsis")
+            rows.add_row(Text(line.label, no_wrap=True), state, Text(took, no_wrap=True), progress)
         return rows
 
 
