@@ -222,6 +222,7 @@ class _Mirror:
         self._mode = mode
         self._options = options
         self._run: Any = None
+        self._process: Any = None  # wandb-core, the child that does the work
         self._opened = False  # ever; only a run that was open once is opened again
         self._retry_at = 0.0
         self._given_up = False
@@ -272,9 +273,11 @@ class _Mirror:
         self._stop.set()
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        self._thread.join(INIT_SECONDS + FINISH_SECONDS + 30)
+        self._thread.join(INIT_SECONDS + FINISH_SECONDS)
         if self._thread.is_alive():
             _warn("it does not finish; left behind")
+            self._kill()
+            self._thread.join(5)
 
     def _work(self) -> None:
         try:
@@ -361,6 +364,8 @@ class _Mirror:
         self._run = run = self._wandb.init(
             dir=str(self._folder), mode=mode, resume="allow", reinit="create_new", settings=settings, **self._options
         )
+        with contextlib.suppress(AttributeError):
+            self._process = self._wandb.setup()._connection._proc._process
         # Where it cannot write, wandb moves to the node's own /tmp without a word.
         if not Path(run.settings.sync_dir).resolve().is_relative_to(self._folder.resolve()):
             raise OSError(f"wandb cannot write to {self._folder}, it moved to {run.settings.sync_dir}")
@@ -374,6 +379,11 @@ class _Mirror:
         self._run = None
         with contextlib.suppress(BaseException):
             self._wandb.teardown()
+
+    def _kill(self) -> None:
+        """End wandb's background process: if it hangs, wandb's own exit hook would wait for it for ever."""
+        if self._process is not None:
+            self._process.kill()
 
     def _warn(self, message: str) -> None:
         """Say each thing once: a lost run may fail to open again every minute for days."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,9 +129,11 @@ class RecordError(RuntimeError):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as what JSON knows: 0-d tensors and numpy scalars as numbers, paths as strings."""
+    """Return ``value`` as what JSON knows: 0-d tensors and numpy scalars as numbers, dataclasses as dicts, the rest as str."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -207,7 +209,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "algorithm": config.algorithm.name,
         "data": config.data.name,
         "dtype": config.model.dtype,
-        "rope_scaling": getattr(config.model, "rope_scaling", None),
+        "rope_scaling": plain(getattr(config.model, "rope_scaling", None)),
         "hardware": config.hardware.name,
         "world_size": config.hardware.world_size,
         "nodes": config.hardware.nodes,
