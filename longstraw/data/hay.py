@@ -1,0 +1,72 @@
+"""Text to hide a needle in: files and folders that the user names, or the source of Python's standard library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longstraw.data.task import DataError
+from longstraw.data.tokenizer import Tokenizer
+
+PIECE = 2**20  # characters read and tokenised at a time, so that a file of any size serves
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}  # of the standard library
+
+
+def read_hay(places: list[str], tokenizer: Tokenizer, least: int) -> tuple[str, NDArray[np.int64], str]:
+    """Return text, its tokens and a name for where it comes from: ``least`` tokens or more, fewer if there are no more.
+
+    Folders are walked in sorted order and what is no UTF-8 text in them is passed over; a named file must be text.
+    """
+    name = ", ".join(places) or f"standard library of Python {platform.python_version()}"
+    texts, tokens, count = [], [], 0
+    for text in _named(places) if places else _standard_library():
+        texts.append(text)
+        tokens.append(tokenizer.encode(text))
+        count += len(tokens[-1])
+        if count >= least:
+            break
+    if count == 0:
+        raise DataError(f"data.haystack: no text in {name}")
+    return "".join(texts), np.concatenate(tokens), name
+
+
+def _named(places: list[str]) -> Iterator[str]:
+    for place in places:
+        path = Path(place).expanduser()
+        if path.is_file():
+            try:
+                yield from _pieces(path)
+            except UnicodeDecodeError as error:
+                raise DataError(f"data.haystack: {path} is no UTF-8 text: {error.reason} at {error.start}") from None
+        elif path.is_dir():
+            yield from _folder(path, set(), "")
+        else:
+            raise FileNotFoundError(f"data.haystack: {path} is not there; give text files or folders of them")
+
+
+def _standard_library() -> Iterator[str]:
+    return _folder(Path(sysconfig.get_path("stdlib")), LEFT_OUT, ".py")
+
+
+def _folder(root: Path, left_out: set[str], suffix: str) -> Iterator[str]:
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if name not in left_out and not name.startswith("."))
+        for name in sorted(files):
+            if name.startswith(".") or not name.endswith(suffix):
+                continue
+            try:
+                yield from _pieces(Path(folder, name))
+            except (UnicodeDecodeError, OSError):
+                continue
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        while piece := file.read(PIECE):
+            yield piece

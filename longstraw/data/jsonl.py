@@ -1,0 +1,105 @@
+"""The user's own prompts, responses and rewards: a text file with one JSON object a line.
+
+    {"id": "a", "prompt": "text" | [ids] | [{"role": .., "content": ..}, ..],
+     "responses": [{"text": ".." | "tokens": [ids], "reward": 1.0, "logprobs": [..]?, "loss_mask": [..]?}, ..]}
+
+UTF-8, with or without a byte order mark, LF or CRLF, not packed; blank lines are passed over. Every line is read and
+checked once at the start, so that line 900 does not stop a run in its second day; only the place of each is kept.
+Prompts come in the file's order, from the top again after the last. Of more than ``group_size`` responses the first are
+taken. Text is tokenised as it stands, with no token added at either end; chat messages go through the chat template.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from longstraw.config import JsonlConfig, RunConfig
+from longstraw.data.line import Parser
+from longstraw.data.task import DataError
+from longstraw.data.tokenizer import Tokenizer
+from longstraw.grpo import Group
+
+SHOWN = 100  # skipped lines in the description; their number is there too
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+BOM = b"\xef\xbb\xbf"
+
+
+class JsonlTask:
+    """Read groups from a JSON-lines file by the places of its lines."""
+
+    def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer) -> None:
+        self._path, self._refresh_every = Path(data.path).expanduser(), config.refresh_every
+        self._parser = Parser(config, data, tokenizer)
+        self._places, self._numbers = array("Q"), array("Q")  # of the usable lines: byte offset and line number
+        self._last: tuple[int, Group] | None = None
+        skipped = self._index(data.on_error == "skip")
+        if not self._places:
+            reason = f"; the first of {len(skipped)} skipped: line {skipped[0]['line']}: {skipped[0]['reason']}"
+            raise DataError(f"{self._path}: no usable line{reason if skipped else ': the file is empty'}")
+        self.description: dict[str, Any] = {
+            "name": data.name,
+            "path": str(self._path),
+            "tokenizer": tokenizer.name,
+            "prompts": len(self._places),
+            "truncated_prompts": self._parser.truncated,
+            "responses_left_out": self._parser.left_out,
+            "skipped_lines": len(skipped),
+            "skipped": skipped[:SHOWN],
+        }
+
+    def _index(self, skip: bool) -> list[dict[str, Any]]:
+        """Check every line and note the place of each usable one; return the lines that were skipped."""
+        seen: dict[str, int] = {}
+        skipped: list[dict[str, Any]] = []
+        for place, number, line in _lines(self._path):
+            try:
+                name = self._parser.group(line, number).id
+                if name in seen:
+                    raise DataError(f"id {name!r} is that of line {seen[name]} too")
+            except DataError as error:
+                if not skip:
+                    raise DataError(f"{self._path}:{number}: {error} (data.on_error=skip goes on without it)") from None
+                skipped.append({"line": number, "reason": str(error)})
+                continue
+            seen[name] = number
+            self._places.append(place)
+            self._numbers.append(number)
+        self._parser.counting = False  # from here on lines are read again
+        return skipped
+
+    def group(self, step: int) -> Group:
+        """Return the group of this step; steps that share a retained prompt get the same one."""
+        index = step // self._refresh_every % len(self._places)
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self._read(index))
+        return self._last[1]
+
+    def _read(self, index: int) -> Group:
+        with self._path.open("rb") as file:
+            file.seek(self._places[index])
+            line = file.readline()
+        number = self._numbers[index]
+        try:
+            return self._parser.group(line, number)
+        except DataError as error:
+            raise DataError(f"{self._path}:{number}: {error}; the file has changed since the run began") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield byte offset, line number and content of every line that is not blank."""
+    if not path.is_file():
+        raise FileNotFoundError(f"data.path={path} is not there; give a file with one JSON object a line")
+    with path.open("rb") as file:
+        head = file.read(6)
+        for magic, name in PACKED.items():
+            if head.startswith(magic):
+                raise DataError(f"{path} is packed with {name}, which is not read; unpack it first")
+        place = len(BOM) if head.startswith(BOM) else 0
+        file.seek(place)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield place, number, line
+            place += len(line)

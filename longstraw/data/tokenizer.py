@@ -1,0 +1,118 @@
+"""Text to token ids and back: bytes, or the tokenizer of a checkpoint. The doorway to transformers' tokenizers.
+
+Only local files are read and no code that comes with a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longstraw.data.task import DataError
+
+BYTES = 256
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one is there in any checkpoint
+
+
+class Tokenizer(Protocol):
+    """What the tasks need of a tokenizer. Text becomes the tokens of just this text: none is added at either end."""
+
+    name: str
+
+    def encode(self, text: str) -> NDArray[np.int64]: ...
+
+    def decode(self, ids: NDArray[np.int64]) -> str: ...
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]: ...
+
+
+class ByteTokenizer:
+    """Take the bytes of UTF-8 text as tokens."""
+
+    name = "bytes"
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return one id from 0 to 255 a byte. Raises ``DataError`` for half a surrogate pair, which UTF-8 has not."""
+        try:
+            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        except UnicodeEncodeError as error:
+            raise DataError(f"character {error.start} is {text[error.start]!a}, which is no character") from None
+
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        """Return the text of the bytes; what is cut or no UTF-8 becomes U+FFFD, ids above 255 too."""
+        return np.where(ids < BYTES, ids, 0xFF).astype(np.uint8).tobytes().decode(errors="replace")
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]:
+        """Refuse: bytes have no marks for roles."""
+        raise DataError(
+            "chat messages need a tokenizer with a chat template, and this run takes bytes as tokens; give the prompt "
+            "as text or token ids, or set model.checkpoint or data.tokenizer to a folder with a tokenizer"
+        )
+
+
+class CheckpointTokenizer:
+    """Wrap the tokenizer of a checkpoint's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer  # here, not above: seconds to import, and bytes do without
+        except ImportError as error:
+            raise DataError(f"{folder}: its tokenizer needs transformers: pip install 'longstraw[hf]'") from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises many kinds, and what is to be done is the same
+            raise DataError(f"{folder}: transformers cannot read the tokenizer: {error}") from error
+        self.name = str(folder)
+        self.size = 1 + max(self._tokenizer.get_vocab().values())  # not the count of tokens: ids may have gaps
+        self._tokenizer.model_max_length = 10**12  # prompts are longer than any; the warning would be noise
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of ``text``, marks such as ``<|im_end|>`` read as the special tokens they name."""
+        try:
+            return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        except UnicodeEncodeError as error:
+            raise DataError(f"character {error.start} is {text[error.start]!a}, which is no character") from None
+
+    def decode(self, ids: NDArray[np.int64]) -> str:
+        """Return the text of the ids, special tokens included and spaces as they stand."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]:
+        """Return the ids of a conversation up to where the assistant's answer begins, by the chat template."""
+        if not self._tokenizer.chat_template:
+            raise DataError(f"the tokenizer of {self.name} has no chat template; give the prompt as text or token ids")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # the template is a program of the checkpoint's author and raises what it likes
+            raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
+        return self.encode(str(text))
+
+
+def load_tokenizer(folder: str | None, *, checkpoint: str | None, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in ``folder`` or else in the checkpoint, and bytes where neither has one.
+
+    Bytes serve random weights of any vocabulary of 256 or more, and a checkpoint whose vocabulary is the 256 bytes.
+    Raises ``DataError`` where a checkpoint of another vocabulary comes without a tokenizer, or ids would not fit.
+    """
+    for place, wanted in ((folder, True), (checkpoint, vocab_size != BYTES)):
+        if place is None:
+            continue
+        path = Path(place).expanduser()
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path}: no such folder; a tokenizer is a folder in transformers' format")
+        if any((path / name).is_file() for name in FILES):
+            tokenizer = CheckpointTokenizer(path)
+            if tokenizer.size > vocab_size:
+                raise DataError(
+                    f"{path}: token ids up to {tokenizer.size - 1}, and the model has a vocabulary of {vocab_size}; "
+                    "take the tokenizer that belongs to the model"
+                )
+            return tokenizer
+        if wanted:
+            raise DataError(f"{path}: no tokenizer there, which would be one of the files {', '.join(FILES)}")
+    if vocab_size < BYTES:
+        raise DataError(f"model.vocab_size={vocab_size}: bytes as tokens need {BYTES}")
+    return ByteTokenizer()
