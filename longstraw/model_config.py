@@ -142,7 +142,84 @@ class Qwen36Config(ModelConfig):
         return ["linear_attention" if (i + 1) % full else "full_attention" for i in range(self.num_hidden_layers)]
 
 
-ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config}
+@dataclass
+class Glm52Config(ModelConfig):
+    """Latent attention over rows that an indexer chooses, and a mixture of experts after a few dense layers.
+
+    ``indexer_types`` and ``mlp_layer_types`` are read from a checkpoint's own file; without them the published pattern
+    holds. They may name more layers than ``num_hidden_layers``: then the first ones count.
+    """
+
+    architecture: str = "glm_5_2"
+    rms_norm_eps: float = 1e-5
+    latent_norm_eps: float | None = None  # of the two latent norms; None: rms_norm_eps. transformers has 1e-6
+    num_attention_heads: int = MISSING
+    q_lora_rank: int = MISSING
+    kv_lora_rank: int = MISSING
+    qk_nope_head_dim: int = MISSING
+    qk_rope_head_dim: int = MISSING
+    v_head_dim: int = MISSING
+    index_n_heads: int = MISSING
+    index_head_dim: int = MISSING
+    index_topk: int = MISSING
+    index_topk_freq: int = 4
+    index_skip_topk_offset: int = 3
+    indexer_types: list[str] | None = None
+    first_k_dense_replace: int = 3
+    mlp_layer_types: list[str] | None = None
+    n_routed_experts: int = MISSING
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = MISSING
+    moe_intermediate_size: int = MISSING
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 2.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, values in (("indexer_types", ("full", "shared")), ("mlp_layer_types", ("dense", "sparse"))):
+            given = getattr(self, key)
+            for value in given or ():
+                choose(f"model.{key}", value, values)
+            if given is not None and len(given) < self.num_hidden_layers:
+                raise ConfigError(f"model.{key} names {len(given)} of {self.num_hidden_layers} layers")
+        if not self.indexes[0]:
+            raise ConfigError(
+                "model.indexer_types[0]='shared': no layer before the first has rows to share; use 'full'"
+            )
+        at_least("model.index_topk", self.index_topk, 1)
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ConfigError(
+                f"model.num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts="
+                f"{self.n_routed_experts}"
+            )
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.index_head_dim:
+            raise ConfigError(
+                f"model.qk_rope_head_dim={self.qk_rope_head_dim} must be even and at most index_head_dim="
+                f"{self.index_head_dim}"
+            )
+
+    @property
+    def latent_eps(self) -> float:
+        return self.rms_norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
+
+    @property
+    def indexes(self) -> list[bool]:
+        """Whether each layer has an indexer of its own; the others take the rows of the layer before."""
+        if self.indexer_types is not None:
+            return [kind == "full" for kind in self.indexer_types[: self.num_hidden_layers]]
+        offset = self.index_skip_topk_offset - 1
+        return [max(i - offset, 0) % self.index_topk_freq == 0 for i in range(self.num_hidden_layers)]
+
+    @property
+    def sparse(self) -> list[bool]:
+        """Whether each layer's feed-forward is a mixture of experts."""
+        if self.mlp_layer_types is not None:
+            return [kind == "sparse" for kind in self.mlp_layer_types[: self.num_hidden_layers]]
+        return [i >= self.first_k_dense_replace for i in range(self.num_hidden_layers)]
+
+
+ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config, "glm_5_2": Glm52Config}
+_MODEL_TYPES = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6", "glm_moe_dsa": "glm_5_2"}
 
 
 def native_length_warning(config: ModelConfig, context: int) -> str | None:
@@ -193,9 +270,9 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     text = json.loads(path.read_text())
     text = text.get("text_config", text)
     text.setdefault("dtype", text.get("torch_dtype"))  # its name before transformers 5
-    architecture = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6"}.get(text.get("model_type"))
+    architecture = _MODEL_TYPES.get(text.get("model_type"))
     if architecture is None:
-        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of qwen3_5_text (Qwen3.5, Qwen3.6)")
+        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of {', '.join(_MODEL_TYPES)}")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     known = {f.name for f in fields(ARCHITECTURES[architecture])}
     values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
@@ -211,6 +288,11 @@ def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "tie_word_embeddings": (False, None),
+        "mlp_bias": (False, None),
+        "rope_interleave": (True, None),
+        "indexer_rope_interleave": (True, None),
+        "scoring_func": ("sigmoid", None),
+        "n_group": (1, None),
     }
     for key, valid in wanted.items():
         if text.get(key) not in valid:

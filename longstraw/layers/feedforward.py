@@ -1,9 +1,19 @@
-"""Feed-forward layers."""
+"""Feed-forward layers.
+
+T tokens, d model width, E experts, I inner width of an expert.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from longstraw.model_config import Glm52Config
+from longstraw.ops import Ops
+from longstraw.ops.moe import mix_experts, route
 
 
 class SwiGLU(nn.Module):
@@ -17,3 +27,63 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    """Scores experts; ``e_score_correction_bias`` takes part in the choice only and is no parameter."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: Glm52Config):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts of ``x`` [T, d] and their weights, at least float32; both [T, experts a token]."""
+        config = self.config
+        inner = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(inner), self.weight.to(inner))
+        return route(
+            logits,
+            self.e_score_correction_bias,
+            config.num_experts_per_tok,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Keep the bias in float32 when the model is cast: rounded to bfloat16 it would choose other experts."""
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if self.e_score_correction_bias.dtype != bias.dtype:
+            self.e_score_correction_bias = bias.to(self.e_score_correction_bias.device)
+        return self
+
+
+class Experts(nn.Module):
+    """The experts' weights, fused as in transformers: ``gate_up_proj`` [E, 2I, d] and ``down_proj`` [E, d, I]."""
+
+    def __init__(self, config: Glm52Config, ops: Ops):
+        super().__init__()
+        self.ops = ops.moe
+        number, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(number, width, inner))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return mix_experts(x, chosen, weights, self.gate_up_proj, self.down_proj, ops=self.ops)
+
+
+class MixtureOfExperts(nn.Module):
+    """A few routed experts a token and one that every token sees."""
+
+    def __init__(self, config: Glm52Config, ops: Ops):
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config, ops)
+        self.shared_experts = SwiGLU(config.hidden_size, config.moe_intermediate_size * config.n_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x, *self.gate(x)) + self.shared_experts(x)

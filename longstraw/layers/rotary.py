@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split: dimension i turns with i + width/2."""
+"""Rotary position embedding, half-split (dimension i turns with i + width/2) or in pairs (2i with 2i + 1)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def rotate(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
     cos, sin = ((f * scale).to(x.dtype).unsqueeze(1) for f in (angles.cos(), angles.sin()))
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def rotate_pairs(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
+    """Turn as ``rotate`` does, but dimension 2i with 2i + 1; the result stands half-split, as transformers leaves it.
+
+    Queries and keys are permuted alike, which their products do not see.
+    """
+    width = 2 * angles.shape[-1]
+    pairs = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(torch.cat([pairs, x[..., width:]], -1), angles, scale)
 
 
 def _frequencies(width: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
-from longstraw.models import qwen3_6
+from longstraw.models import glm_5_2, qwen3_6
 from longstraw.models.decoder import Decoder
 from longstraw.models.weights import load_weights
 from longstraw.ops import choose_ops
 
-_ARCHITECTURES = {"qwen3_6": qwen3_6}
+_ARCHITECTURES = {"qwen3_6": qwen3_6, "glm_5_2": glm_5_2}
 
 
 def build_model(

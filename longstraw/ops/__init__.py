@@ -11,6 +11,8 @@ from longstraw.ops import logprob
 from longstraw.ops.attention import PARTS, AttentionParts
 from longstraw.ops.conv import reference as conv
 from longstraw.ops.delta import reference as delta
+from longstraw.ops.latent import LATENT, LatentOps
+from longstraw.ops.moe import MOE, MoeOps
 
 
 class Ops(NamedTuple):
@@ -20,6 +22,8 @@ class Ops(NamedTuple):
     delta: Callable[..., tuple[Tensor, Tensor]]
     conv: Callable[..., tuple[Tensor, Tensor]]
     logprob: Callable[..., tuple[Tensor, Tensor]]
+    latent: LatentOps
+    moe: MoeOps
 
 
 BACKENDS = tuple(PARTS)
@@ -29,4 +33,11 @@ def choose_ops(backend: str) -> Ops:
     """Return the ops of a backend: ``cpu``, or ``reference``, which runs on any device."""
     if backend not in PARTS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    return Ops(PARTS[backend], delta.gated_delta_rule, conv.causal_conv, logprob.token_logprobs)
+    return Ops(
+        attention=PARTS[backend],
+        delta=delta.gated_delta_rule,
+        conv=conv.causal_conv,
+        logprob=logprob.token_logprobs,
+        latent=LATENT[backend],
+        moe=MOE[backend],
+    )

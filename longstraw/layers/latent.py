@@ -1,0 +1,131 @@
+"""Multi-head latent attention over rows that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556; GLM-5.2).
+
+The up-projection of keys and values is absorbed into queries and outputs, so that every head reads the retained latents
+as they are. Some layers have an indexer; the others attend to the rows that the layer before them did.
+
+T positions, P retained ones, d model width, H heads, N width of a head without rotary part, R with, V of its values,
+C latent width, I index heads, D index width, K chosen rows a query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longstraw.layers.norm import RMSNorm
+from longstraw.layers.rotary import rotary_angles, rotate_pairs
+from longstraw.layers.weight import effective_weight
+from longstraw.model_config import Glm52Config
+from longstraw.ops import Ops
+from longstraw.ops.latent import attend_rows
+from longstraw.state import Appended, Past, Tensors
+
+
+class Indexer(nn.Module):
+    """Scores earlier positions with a few small heads and chooses the best ones. No gradient passes: it is frozen."""
+
+    def __init__(self, config: Glm52Config, ops: Ops):
+        super().__init__()
+        self.ops, self.count = ops.latent, config.index_topk
+        self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
+        self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)  # published as such, whatever the other norms have
+        self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, q_latent: Tensor, key: Tensor, past_key: Tensor, angles: Angles) -> Tensor:
+        """Return the rows over (past | new) that each position of ``x`` [T, d] attends to: int32 [T, K], -1 for none.
+
+        ``q_latent`` is the layer's compressed query; ``key`` [T, D] is what ``keys`` made of ``x``.
+        """
+        query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
+        inner = torch.promote_types(x.dtype, torch.float32)
+        weights = F.linear(x.to(inner), self.weights_proj.weight.to(inner)) * self.heads**-0.5
+        return self.ops.select_rows(query, weights, past_key, key, self.count, scale=self.head_dim**-0.5)
+
+    @torch.no_grad()
+    def keys(self, x: Tensor, angles: Angles) -> Tensor:
+        """Return the index keys [T, D] of ``x`` [T, d]."""
+        return angles.turn(self.k_norm(self.wk(x)).unsqueeze(1)).squeeze(1)
+
+
+class LatentAttention(nn.Module):
+    """Softmax attention over chosen rows; retains ``latent``, ``rope_key`` and, with an indexer, ``index_key``."""
+
+    def __init__(self, config: Glm52Config, indexes: bool, ops: Ops):
+        super().__init__()
+        self.config, self.ops, self.heads = config, ops.latent, config.num_attention_heads
+        self.widths = [config.qk_nope_head_dim, config.qk_rope_head_dim]  # of a query, of a key
+        self.scale = sum(self.widths) ** -0.5
+        values = config.qk_nope_head_dim + config.v_head_dim
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * sum(self.widths), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, config.kv_lora_rank + self.widths[1], bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_eps)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, self.heads * values, bias=False)  # [key | value] a head
+        self.o_proj = nn.Linear(self.heads * config.v_head_dim, config.hidden_size, bias=False)
+        self.indexer = Indexer(config, ops) if indexes else None
+
+    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> Appended:
+        rows: dict[str, tuple[int, ...]] = {"latent": (self.config.kv_lora_rank,), "rope_key": (self.widths[1],)}
+        if self.indexer is not None:
+            rows["index_key"] = (self.config.index_head_dim,)
+        device = self.q_a_layernorm.weight.device
+        return Appended(positions, rows, grad_from=grad_from, dtype=dtype, device=device, frozen=("index_key",))
+
+    def forward(self, x: Tensor, past: Past, rows: Tensor | None) -> tuple[Tensor, Tensors, Tensor]:
+        """Return the output [T, d] of ``x`` [T, d], the rows these positions add, and the rows attended to [T, K].
+
+        ``rows`` are those that the layer before attended to; an indexer, where there is one, chooses anew.
+        """
+        angles = self._angles(x, past)
+        update = self.update(x, past, angles)
+        q_latent = self.q_a_layernorm(self.q_a_proj(x))
+        if self.indexer is not None:
+            rows = self.indexer(x, q_latent, update["index_key"], past["index_key"], angles)
+        if rows is None:
+            raise ValueError("a layer without an indexer was handed no rows; the first layer needs an indexer")
+        up = effective_weight(self.kv_b_proj).unflatten(0, (self.heads, -1))
+        key_up, value_up = up.split([self.widths[0], self.config.v_head_dim], 1)
+        plain, turned = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split(self.widths, -1)
+        absorbed = torch.einsum("thn,hnc->thc", plain.to(up.dtype), key_up).to(x.dtype)
+        out, _ = attend_rows(
+            torch.cat([absorbed, angles.turn(turned)], -1),
+            update["latent"],
+            update["rope_key"],
+            rows,
+            (past["latent"], past["rope_key"]),
+            (past.grad("latent"), past.grad("rope_key")),
+            scale=self.scale,
+            ops=self.ops,
+        )
+        values = torch.einsum("thc,hvc->thv", out.to(up.dtype), value_up).to(x.dtype)
+        return self.o_proj(values.flatten(1)), update, rows
+
+    def update(self, x: Tensor, past: Past, angles: Angles | None = None) -> Tensors:
+        """Return only what these positions add, which needs no attention."""
+        angles = angles or self._angles(x, past)
+        latent, rope_key = self.kv_a_proj_with_mqa(x).split([self.config.kv_lora_rank, self.widths[1]], -1)
+        rows = {"latent": self.kv_a_layernorm(latent), "rope_key": angles.turn(rope_key.unsqueeze(1)).squeeze(1)}
+        return rows if self.indexer is None else {**rows, "index_key": self.indexer.keys(x, angles)}
+
+    def _angles(self, x: Tensor, past: Past) -> Angles:
+        return Angles(self.config, past.positions, len(x), x.device)
+
+
+class Angles:
+    """The rotary angles of some positions."""
+
+    def __init__(self, config: Glm52Config, start: int, count: int, device: torch.device):
+        dtype = getattr(torch, config.rope_angles)
+        width, theta, scaling = config.qk_rope_head_dim, config.rope_theta, config.rope_scaling
+        self.angles = rotary_angles(start, count, width, theta, dtype=dtype, device=device, scaling=scaling)
+        self.scale = scaling.attention
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Turn the first dimensions of ``x`` [T, H, .]; the others pass."""
+        return rotate_pairs(x, self.angles, self.scale)

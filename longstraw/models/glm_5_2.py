@@ -1,0 +1,64 @@
+"""GLM-5.2: latent attention over rows that indexers choose, shared by the layers that follow; a mixture of experts.
+
+Names and shapes of parameters are those of transformers' ``GlmMoeDsaForCausalLM``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstraw.config import ModelConfig
+from longstraw.layers.feedforward import Experts, MixtureOfExperts, Router, SwiGLU
+from longstraw.layers.latent import LatentAttention
+from longstraw.layers.norm import RMSNorm
+from longstraw.model_config import Glm52Config
+from longstraw.models.decoder import Block, Decoder, Mixer
+from longstraw.ops import Ops
+from longstraw.state import Past, Tensors
+
+
+class Glm52Block(Block):
+    """One layer. It hands on the rows that its positions attend to, and takes them over where it has no indexer."""
+
+    def __init__(self, config: Glm52Config, indexes: bool, sparse: bool, ops: Ops):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LatentAttention(config, indexes, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MixtureOfExperts(config, ops) if sparse else SwiGLU(config.hidden_size, config.intermediate_size)
+
+    @property
+    def mixer(self) -> Mixer:
+        return self.self_attn
+
+    def mix(self, x: Tensor, past: Past, handed: Any) -> tuple[Tensor, Tensors, Any]:
+        return self.self_attn(x, past, handed)
+
+
+def build(config: ModelConfig, ops: Ops) -> Decoder:
+    """Return the model with parameters allocated on the current default device but not initialised."""
+    assert isinstance(config, Glm52Config)
+    blocks = [Glm52Block(config, *kinds, ops) for kinds in zip(config.indexes, config.sparse, strict=True)]
+    return Decoder(config, ops, blocks, RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+
+@torch.no_grad()
+def initialise(model: Decoder, generator: torch.Generator) -> None:
+    """Draw random weights: normal matrices, norms at 1, no expert preferred."""
+    deviation = model.config.initializer_range
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(0, deviation, generator=generator)
+        elif isinstance(module, RMSNorm | nn.LayerNorm):
+            module.weight.fill_(1)
+            if isinstance(module, nn.LayerNorm):
+                module.bias.zero_()
+        elif isinstance(module, Router):
+            module.weight.normal_(0, deviation, generator=generator)
+            module.e_score_correction_bias.zero_()
+        elif isinstance(module, Experts):
+            module.gate_up_proj.normal_(0, deviation, generator=generator)
+            module.down_proj.normal_(0, deviation, generator=generator)

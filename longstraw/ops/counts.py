@@ -1,0 +1,36 @@
+"""How many tokens go where: the one place at which a tensor's value decides a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def _measured(places: Tensor, number: int) -> list[int]:
+    return torch.bincount(places.flatten(), minlength=number).tolist()
+
+
+_count: Callable[[Tensor, int], list[int]] = _measured
+
+
+def counts(places: Tensor, number: int) -> list[int]:
+    """Return how many entries of ``places``, integers below ``number``, name each of the ``number`` places."""
+    return _count(places, number)
+
+
+@contextmanager
+def counts_stated(count: Callable[[Tensor, int], list[int]]) -> Iterator[None]:
+    """Let ``count`` state the counts instead of reading them, where tensors have no values.
+
+    It gets the arguments of ``counts`` and must return ``number`` counts whose sum is the number of entries. Holds for
+    all threads: a backward on a GPU runs in its own.
+    """
+    global _count
+    before, _count = _count, count
+    try:
+        yield
+    finally:
+        _count = before

@@ -1,0 +1,94 @@
+"""Multi-head latent attention in absorbed form over rows that an indexer chose (DeepSeek-V3.2, arXiv 2512.02556).
+
+Keys and values are never expanded: all heads read the same latent rows. The gradient of retained rows is added straight
+into the state's gradient buffers: no tensor of the prompt's size is made.
+
+T new positions, P retained ones, K chosen rows a query, H heads, C latent width, R width of the rotary key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longstraw.ops.latent import reference
+from longstraw.ops.latent.reference import Buffers, Rows
+
+
+class LatentOps(Protocol):
+    """What a backend provides; see ``reference``."""
+
+    def attend_forward(
+        self, q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        past: Rows,
+        new: Rows,
+        rows: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        past_grads: Buffers,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def select_rows(
+        self, q: Tensor, weights: Tensor, past_key: Tensor, key: Tensor, count: int, *, scale: float
+    ) -> Tensor: ...
+
+
+LATENT: dict[str, LatentOps] = {"reference": reference, "cpu": reference}
+
+
+def attend_rows(
+    q: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    rows: Tensor,
+    past: Rows,
+    past_grads: Buffers,
+    *,
+    scale: float,
+    ops: LatentOps = reference,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [T, H, C] of ``q`` [T, H, C + R] over its chosen rows, and their log-sum-exp [T, H].
+
+    ``latent`` [T, C] and ``rope_key`` [T, R] are the new rows, ``past`` the retained ones [P, .], ``rows`` [T, K] the
+    choice over (past | new) with -1 for none; causality is the chooser's. ``past_grads`` are buffers for the gradient
+    of the last retained rows, at least float32; the backward adds into them. Where None, retained rows are constants.
+    The log-sum-exp has no gradient.
+    """
+    return _ChosenRows.apply(q, latent, rope_key, rows, past, past_grads, scale, ops)
+
+
+class _ChosenRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        rows: Tensor,
+        past: Rows,
+        past_grads: Buffers,
+        scale: float,
+        ops: LatentOps,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = ops.attend_forward(q, past, (latent, rope_key), rows, scale=scale)
+        ctx.save_for_backward(q, latent, rope_key, rows, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.past, ctx.past_grads, ctx.scale, ctx.ops = past, past_grads, scale, ops
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, latent, rope_key, rows, out, lse = ctx.saved_tensors
+        new = (latent, rope_key)
+        gradients = ctx.ops.attend_backward(grad, q, ctx.past, new, rows, out, lse, ctx.past_grads, scale=ctx.scale)
+        return *gradients, None, None, None, None, None

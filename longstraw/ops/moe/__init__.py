@@ -1,0 +1,105 @@
+"""Routing tokens to experts, and the experts' weighted sum with a backward of bounded memory.
+
+T tokens, k experts a token, N entries (token, expert), E experts, d model width, I inner width of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longstraw.ops.counts import counts
+from longstraw.ops.moe import reference
+
+
+class MoeOps(Protocol):
+    """What a backend provides; see ``reference``."""
+
+    def experts_forward(
+        self, x: Tensor, token: Tensor, weight: Tensor, counts: list[int], gate_up: Tensor, down: Tensor
+    ) -> Tensor: ...
+
+    def experts_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        counts: list[int],
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        learnt: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
+
+
+MOE: dict[str, MoeOps] = {"reference": reference, "cpu": reference}
+
+
+def route(logits: Tensor, bias: Tensor, count: int, *, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the experts [T, k] of each token and their weights [T, k], from router ``logits`` [T, E].
+
+    Sigmoid scores; ``bias`` [E] takes part in the choice and not in the weights (DeepSeek-V3, arXiv 2412.19437). Of
+    experts that tie the first is chosen. ``normalise`` divides the weights by their sum; ``scale`` multiplies them.
+    """
+    scores = logits.sigmoid()
+    chosen = (scores.detach() + bias).sort(stable=True, dim=-1, descending=True).indices[:, :count]
+    weights = scores.gather(1, chosen)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * scale
+
+
+def mix_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, ops: MoeOps = reference
+) -> Tensor:
+    """Return the weighted sum [T, d] of what the ``chosen`` [T, k] experts make of ``x`` [T, d].
+
+    ``weights`` [T, k] at least float32, ``gate_up`` [E, 2I, d], ``down`` [E, d, I]; an expert is
+    ``down (silu(gate x) * up x)``.
+    """
+    order = chosen.flatten().argsort(stable=True)
+    token = order // chosen.shape[1]
+    return run_experts(x, token, weights.flatten()[order], counts(chosen, len(down)), gate_up, down, ops=ops)
+
+
+def run_experts(
+    x: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    counts: list[int],
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    ops: MoeOps = reference,
+) -> Tensor:
+    """Return [T, d] for entries sorted by expert; arguments as in ``reference.experts_forward``."""
+    return _Experts.apply(x, token, weight, counts, gate_up, down, ops)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        counts: list[int],
+        gate_up: Tensor,
+        down: Tensor,
+        ops: MoeOps,
+    ) -> Tensor:
+        ctx.save_for_backward(x, token, weight, gate_up, down)
+        ctx.counts, ctx.ops = counts, ops
+        return ops.experts_forward(x, token, weight, counts, gate_up, down)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, token, weight, gate_up, down = ctx.saved_tensors
+        learnt = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+        grad_x, grad_weight, grad_gate_up, grad_down = ctx.ops.experts_backward(
+            grad, x, token, weight, ctx.counts, gate_up, down, learnt=learnt
+        )
+        return grad_x, None, grad_weight, None, grad_gate_up, grad_down, None

@@ -1,0 +1,77 @@
+"""A mixture of SwiGLU experts over tokens sorted by expert, in plain PyTorch.
+
+T tokens, N = T x chosen experts (fewer or more where tokens travel), E experts, d model width, I inner width of an
+expert. At least float32 where results add up; matrix products in the dtype of their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def experts_forward(
+    x: Tensor, token: Tensor, weight: Tensor, counts: list[int], gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Return [T, d]: for each token of ``x`` [T, d] the weighted sum of the experts that it goes to.
+
+    ``token``, ``weight`` [N] say which token an entry is and what its result weighs; entries are sorted by expert,
+    ``counts`` [E] of them to each. ``gate_up`` [E, 2I, d], ``down`` [E, d, I].
+    """
+    out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    for expert, entries in _segments(counts):
+        tokens = token[entries]
+        gate, up = (x[tokens] @ gate_up[expert].T).chunk(2, -1)
+        result = (F.silu(gate) * up) @ down[expert].T
+        out.index_add_(0, tokens, result.to(out.dtype) * weight[entries, None])
+    return out.to(x.dtype)
+
+
+def experts_backward(
+    grad: Tensor,
+    x: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    counts: list[int],
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    learnt: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of ``x``, ``weight`` and, where the experts are ``learnt``, ``gate_up`` and ``down``.
+
+    What an expert makes inside is made again for its own tokens, so that it never stands for all tokens at once.
+    """
+    grad_x = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    grad_weight = torch.empty_like(weight)
+    grad_gate_up = torch.zeros_like(gate_up) if learnt else None
+    grad_down = torch.zeros_like(down) if learnt else None
+    for expert, entries in _segments(counts):
+        tokens = token[entries]
+        given, share = x[tokens], weight[entries, None].to(x.dtype)
+        gate, up = (given @ gate_up[expert].T).chunk(2, -1)
+        inner, grad_out = F.silu(gate) * up, grad[tokens]
+        grad_inner = grad_out @ down[expert]
+        grad_weight[entries] = (grad_inner.to(weight.dtype) * inner).sum(-1)
+        grad_inner *= share
+        if grad_down is not None:
+            grad_down[expert] = (grad_out * share).T @ inner
+        slope = gate.sigmoid()
+        grad_gate = grad_inner * up * slope * (1 + gate * (1 - slope))
+        grad_both = torch.cat([grad_gate, grad_inner * F.silu(gate)], -1)
+        if grad_gate_up is not None:
+            grad_gate_up[expert] = grad_both.T @ given
+        grad_x.index_add_(0, tokens, (grad_both @ gate_up[expert]).to(grad_x.dtype))
+    return grad_x.to(x.dtype), grad_weight, grad_gate_up, grad_down
+
+
+def _segments(counts: list[int]) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that got tokens with the entries that are its own."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
