@@ -76,7 +76,7 @@ def help_text() -> str:
 
 def stop(message: str) -> NoReturn:
     """Print each line of ``message`` as LongStraw's and exit with 2."""
-    for line in message.splitlines():
+    for line in filter(str.strip, message.splitlines()):
         print(f"longstraw: {line}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -140,11 +140,15 @@ def parse(overrides: list[str]) -> list[Typed]:
 
 
 def register() -> None:
-    """Register the schema of every group, and the resolver that names this command's folder."""
+    """Register the schema of every group, our launcher, and the resolver that names this command's folder."""
     from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
     from omegaconf import OmegaConf
 
+    from hydra_plugins.longstraw_launcher.launcher import LongStrawLauncher
     from longstraw.config import ARCHITECTURES, DATA, GROUPS, RunConfig
+
+    Plugins.instance().register(LongStrawLauncher)  # Hydra's own search misses an editable install
 
     store = ConfigStore.instance()
     store.store(name="schema", node=RunConfig)
