@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
 from longstraw.models import glm_5_2, qwen3_6
@@ -39,7 +40,7 @@ def build_model(
     if device.type != "meta":
         decoder.to_empty(device="cpu")
         architecture.initialise(decoder, torch.Generator().manual_seed(seed))
-    return decoder.to(device=device, dtype=_dtype(dtype, config))
+    return _cast(decoder, device, _dtype(dtype, config))
 
 
 def load_model(
@@ -64,6 +65,13 @@ def load_model(
 
 def _ops(backend: str | None, device: torch.device) -> Any:
     return choose_ops(backend or ("cpu" if device.type in ("cpu", "meta") else "reference"))
+
+
+def _cast(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Move and cast in place; buffers, such as what a router selects by, keep at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    decoder._apply(lambda tensor: tensor.to(device, dtype if isinstance(tensor, nn.Parameter) else wide))
+    return decoder
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:

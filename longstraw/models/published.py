@@ -1,0 +1,51 @@
+"""A model's ``config.json`` as transformers writes it: the inverse of ``read_model_config``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from longstraw.config import ModelConfig
+
+# Of ours alone, or written elsewhere in the file.
+_OWN = {"name", "architecture", "checkpoint", "dtype", "chunk", "response_length"}
+_ROPE = {"rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor"}
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
+_CLASSES = {
+    "qwen3_6": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "glm_5_2": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
+}
+
+
+def published_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the content of ``config.json`` for transformers' class of this model, with weights in ``dtype``.
+
+    What the checkpoint's own file says beyond our fields, such as token ids, is kept if the checkpoint is still there.
+    """
+    written = _original(config)
+    ours = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN | _ROPE}
+    ours |= {name: getattr(config, name, None) for name in _LAYER_LISTS}
+    written |= {key: value for key, value in ours.items() if value is not None}
+    written |= {"dtype": dtype, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
+    written["rope_parameters"] = _rope(config, written.get("rope_parameters") or {})
+    return written | _CLASSES[config.architecture]
+
+
+def _original(config: ModelConfig) -> dict[str, Any]:
+    path = Path(config.checkpoint or "") / "config.json"
+    if config.checkpoint is None or not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text())
+    text: dict[str, Any] = content.get("text_config", content)
+    return {key: value for key, value in text.items() if key not in ("torch_dtype", "rope_scaling", *_ROPE)}
+
+
+def _rope(config: ModelConfig, original: dict[str, Any]) -> dict[str, Any]:
+    scaling = {key: value for key, value in asdict(config.rope_scaling).items() if value is not None}
+    rope = {key: value for key, value in original.items() if key not in scaling and key != "attention_factor"}
+    rope |= {"rope_type": "default", "rope_theta": config.rope_theta}
+    if hasattr(config, "partial_rotary_factor"):
+        rope["partial_rotary_factor"] = config.partial_rotary_factor
+    return rope if config.rope_scaling.factor == 1 else rope | scaling | {"rope_type": "yarn"}
