@@ -129,7 +129,7 @@ class RecordError(RuntimeError):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as what JSON knows: 0-d tensors and numpy scalars as numbers, dataclasses as dicts, the rest as str."""
+    """Return ``value`` as what JSON knows: tensors and numpy scalars as numbers, dataclasses as dicts, else as str."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if is_dataclass(value) and not isinstance(value, type):
