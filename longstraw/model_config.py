@@ -146,8 +146,9 @@ class Qwen36Config(ModelConfig):
 class Glm52Config(ModelConfig):
     """Latent attention over rows that an indexer chooses, and a mixture of experts after a few dense layers.
 
-    ``indexer_types`` and ``mlp_layer_types`` are read from a checkpoint's own file; without them the published pattern
-    holds. They may name more layers than ``num_hidden_layers``: then the first ones count.
+    ``indexer_types`` and ``mlp_layer_types`` say of each layer whether it has an indexer of its own (``full``) or takes
+    the rows of the layer before (``shared``), and whether its feed-forward is ``dense`` or a mixture (``sparse``).
+    Where they are not given, the numbers beside them decide; of lists that name further layers the first ones count.
     """
 
     architecture: str = "glm_5_2"
@@ -162,8 +163,8 @@ class Glm52Config(ModelConfig):
     index_n_heads: int = MISSING
     index_head_dim: int = MISSING
     index_topk: int = MISSING
-    index_topk_freq: int = 4
-    index_skip_topk_offset: int = 3
+    index_topk_freq: int = 1  # these two have transformers' defaults: an indexer in every layer
+    index_skip_topk_offset: int = 2
     indexer_types: list[str] | None = None
     first_k_dense_replace: int = 3
     mlp_layer_types: list[str] | None = None
@@ -176,16 +177,16 @@ class Glm52Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, values in (("indexer_types", ("full", "shared")), ("mlp_layer_types", ("dense", "sparse"))):
-            given = getattr(self, key)
-            for value in given or ():
-                choose(f"model.{key}", value, values)
-            if given is not None and len(given) < self.num_hidden_layers:
-                raise ConfigError(f"model.{key} names {len(given)} of {self.num_hidden_layers} layers")
-        if not self.indexes[0]:
-            raise ConfigError(
-                "model.indexer_types[0]='shared': no layer before the first has rows to share; use 'full'"
-            )
+        layers, offset = range(self.num_hidden_layers), self.index_skip_topk_offset - 1
+        if self.indexer_types is None:
+            full = [max(i - offset, 0) % self.index_topk_freq == 0 for i in layers]
+            self.indexer_types = ["full" if own else "shared" for own in full]
+        if self.mlp_layer_types is None:
+            self.mlp_layer_types = ["dense" if i < self.first_k_dense_replace else "sparse" for i in layers]
+        self.indexer_types = self._of_layers("indexer_types", ("full", "shared"))
+        self.mlp_layer_types = self._of_layers("mlp_layer_types", ("dense", "sparse"))
+        if self.indexer_types[0] != "full":
+            raise ConfigError("model.indexer_types[0]='shared': the first layer has no rows to take over; use 'full'")
         at_least("model.index_topk", self.index_topk, 1)
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ConfigError(
@@ -202,20 +203,13 @@ class Glm52Config(ModelConfig):
     def latent_eps(self) -> float:
         return self.rms_norm_eps if self.latent_norm_eps is None else self.latent_norm_eps
 
-    @property
-    def indexes(self) -> list[bool]:
-        """Whether each layer has an indexer of its own; the others take the rows of the layer before."""
-        if self.indexer_types is not None:
-            return [kind == "full" for kind in self.indexer_types[: self.num_hidden_layers]]
-        offset = self.index_skip_topk_offset - 1
-        return [max(i - offset, 0) % self.index_topk_freq == 0 for i in range(self.num_hidden_layers)]
-
-    @property
-    def sparse(self) -> list[bool]:
-        """Whether each layer's feed-forward is a mixture of experts."""
-        if self.mlp_layer_types is not None:
-            return [kind == "sparse" for kind in self.mlp_layer_types[: self.num_hidden_layers]]
-        return [i >= self.first_k_dense_replace for i in range(self.num_hidden_layers)]
+    def _of_layers(self, key: str, valid: tuple[str, ...]) -> list[str]:
+        kinds: list[str] = getattr(self, key)[: self.num_hidden_layers]
+        for kind in kinds:
+            choose(f"model.{key}", kind, valid)
+        if len(kinds) < self.num_hidden_layers:
+            raise ConfigError(f"model.{key} names {len(kinds)} of num_hidden_layers={self.num_hidden_layers} layers")
+        return kinds
 
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config, "glm_5_2": Glm52Config}
@@ -293,6 +287,7 @@ def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
         "indexer_rope_interleave": (True, None),
         "scoring_func": ("sigmoid", None),
         "n_group": (1, None),
+        "index_topk_pattern": (None,),
     }
     for key, valid in wanted.items():
         if text.get(key) not in valid:

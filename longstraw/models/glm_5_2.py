@@ -23,12 +23,15 @@ from longstraw.state import Past, Tensors
 class Glm52Block(Block):
     """One layer. It hands on the rows that its positions attend to, and takes them over where it has no indexer."""
 
-    def __init__(self, config: Glm52Config, indexes: bool, sparse: bool, ops: Ops):
+    def __init__(self, config: Glm52Config, indexer_type: str, mlp_layer_type: str, ops: Ops):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config, indexes, ops)
+        self.self_attn = LatentAttention(config, indexer_type == "full", ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MixtureOfExperts(config, ops) if sparse else SwiGLU(config.hidden_size, config.intermediate_size)
+        if mlp_layer_type == "sparse":
+            self.mlp = MixtureOfExperts(config, ops)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     @property
     def mixer(self) -> Mixer:
@@ -41,7 +44,10 @@ class Glm52Block(Block):
 def build(config: ModelConfig, ops: Ops) -> Decoder:
     """Return the model with parameters allocated on the current default device but not initialised."""
     assert isinstance(config, Glm52Config)
-    blocks = [Glm52Block(config, *kinds, ops) for kinds in zip(config.indexes, config.sparse, strict=True)]
+    assert config.indexer_types is not None
+    assert config.mlp_layer_types is not None
+    kinds = zip(config.indexer_types, config.mlp_layer_types, strict=True)
+    blocks = [Glm52Block(config, *layer, ops) for layer in kinds]
     return Decoder(config, ops, blocks, RMSNorm(config.hidden_size, config.rms_norm_eps))
 
 
