@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -26,6 +27,7 @@ class _CausalConv(torch.autograd.Function):
         return F.silu(_convolve(joined, weight)).to(x.dtype), joined[len(x) :].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         joined, weight = ctx.saved_tensors
         count, taps = len(grad), weight.shape[1]
@@ -40,7 +42,8 @@ class _CausalConv(torch.autograd.Function):
             grad_joined[tap : tap + count].addcmul_(grad, weight[:, tap].to(grad.dtype))
             grad_weight[:, tap] = (grad * joined[tap : tap + count]).sum(0)
         grad_joined = grad_joined.to(joined.dtype)
-        return grad_joined[taps - 1 :], grad_weight.to(weight.dtype), grad_joined[: taps - 1]
+        # the tail lives on as state gradient: a view would keep all of grad_joined alive
+        return grad_joined[taps - 1 :], grad_weight.to(weight.dtype), grad_joined[: taps - 1].clone()
 
 
 def _convolve(joined: Tensor, weight: Tensor) -> Tensor:
