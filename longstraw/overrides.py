@@ -90,6 +90,8 @@ def _check_one(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
         for value in argument.values:
             if not (key == "sweep" and value is None):
                 choose(key, value, available(key))
+    elif key in GROUPS:
+        raise ConfigError(f"{argument.text}: {key} is a set of keys; write {key}.KEY=VALUE")
     else:
         _check_key(argument, choices)
     if argument.prefix == "~":
@@ -141,8 +143,6 @@ def _free(key: str, choices: Mapping[str, tuple[str, ...]]) -> bool:
 
 def _check_value(argument: Typed, schema: type[Any], path: str, value: Any) -> None:
     shown = argument.text if len(argument.values) == 1 else f"{argument.key}={value}"
-    if argument.key in GROUPS:
-        raise ConfigError(f"{shown}: {argument.key} is a set of keys; write {argument.key}.KEY=VALUE")
     if isinstance(value, str) and "${" in value:
         return  # an interpolation is resolved, and then checked, in the composed job
     try:

@@ -110,11 +110,13 @@ def parse(overrides: list[str]) -> list[Typed]:
     """Return the arguments by Hydra's grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
 
     def values(override: Override) -> tuple[Any, ...]:
+        if override.is_delete():
+            return ()
         if not override.is_sweep_override():
             return (override.value(),)
         raw: Any = override.value()
@@ -131,7 +133,7 @@ def parse(overrides: list[str]) -> list[Typed]:
             raise ConfigError(f"{text}: write key=value")
         try:
             override = parser.parse_override(text)
-        except OverrideParseException as error:
+        except HydraException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{text}: {reason}; write key=value, with '...' round special characters") from None
         prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(override.type.name, "")
