@@ -7,6 +7,7 @@ their gradient goes. The state of a prompt is immutable while branches run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
@@ -177,4 +178,4 @@ def _difference(kept: Tensor, again: Tensor) -> float:
     again = again.detach()
     if torch.equal(kept, again.to(kept.dtype)):
         return 0.0
-    return float((kept.double() - again.double()).abs().max())
+    return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0

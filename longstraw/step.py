@@ -78,7 +78,7 @@ class StepResult:
     recompute_difference: float | None  # largest |state evaluated again - state retained|; None without prompt backward
     prefilled_positions: int
     replayed_positions: int
-    scored_positions: int
+    scored_positions: int  # evaluated without a graph beyond the prefill, the reference's own prompt included
     recomputed_positions: int  # prompt positions evaluated again by the prompt backward
 
 
@@ -241,7 +241,7 @@ def grpo_step(
     reference_logprobs = None
     if reference is not None and algorithm.kl_coef:  # its retained prompt is gone before the policy's is made
         reference_logprobs = score_fresh(reference, group, chunk=chunk, observer=observer)
-        scored += sum(group.response_positions)
+        scored += group.prompt_positions - 1 + sum(group.response_positions)
     grad_from = gradient_start(group.prompt_positions - 1, chunk, prompt_grad, prompt_grad_window)
     retained = prefill(model, group.prompt, chunk=chunk, grad_from=grad_from, observer=observer)
     old_logprobs = old_policy_logprobs(model, retained, group, algorithm, observer=observer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 POSITION_TILE = 1024
 VOCABULARY_TILE = 8192
@@ -47,6 +48,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         """Per logit z_j of probability p_j: (1[j = target] - p_j) for the log-probability, -p_j (log p_j + H) for H."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 INNER = 64  # positions solved at a time; prompt chunks are cut at multiples of it
@@ -47,6 +48,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         return out, state.clone() if state is inputs[-1] else state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         q, k, v, g, beta, *borders = ctx.saved_tensors
         rows = (q, k, v, g, beta)
