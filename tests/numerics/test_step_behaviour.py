@@ -1,0 +1,162 @@
+"""What a step leaves alone, how much it evaluates, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from helpers import make_group, take_gradients, tiny_model
+
+from longstraw.config import AlgorithmConfig
+from longstraw.grpo import Group
+from longstraw.state import Carried
+from longstraw.step import grpo_step, prefill, prompt_backward, replay, score
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def held(retained):
+    return [(kind, x.clone()) for s in retained.states for kind, x in s.held() if kind in ("retained", "snapshots")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_fifty_replays_of_one_branch_are_bitwise_equal(dtype):
+    model = tiny_model(dtype=dtype, num_hidden_layers=2)
+    group = make_group(model, 200, (7, 7))
+    group = Group(group.prompt, [group.responses[0]] * 50, [float(i % 2) for i in range(50)])
+    retained = prefill(model, group.prompt, chunk=64, grad_from=0)
+    before = held(retained)
+    scored = score(model, retained, group.responses[:2])
+    _, logprobs, *_ = replay(model, retained, group, algorithm=AlgorithmConfig(), response_length=7)
+    assert all(torch.equal(lp, logprobs[0]) for lp in [*logprobs, *scored])
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, held(retained), strict=True))
+    assert prompt_backward(model, retained) == 0.0
+    after = [x for state in retained.states if not isinstance(state, Carried) for _, x in state.held()]
+    assert after
+
+
+def test_chunk_changes_no_retained_row_beyond_rounding(model):
+    prompt = make_group(model, 300, (1, 1)).prompt
+    states = [prefill(model, prompt, chunk=chunk).states for chunk in (64, 1024)]
+    for one, other in zip(*states, strict=True):
+        for (_, x), (_, y) in zip(one.held(), other.held(), strict=True):
+            assert (x - y).norm() < 1e-12 * y.norm()
+
+
+CASES = {
+    "exact": {},
+    "detached": {"prompt_grad": "detached"},
+    "window": {"prompt_grad_window": 70},
+    "scored": {"algorithm": AlgorithmConfig(old_logprobs="score")},
+    "kl": {"algorithm": AlgorithmConfig(kl_coef=0.1)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_hidden_pass(name, model):
+    """Tokens that enter the embedding are what the result counts: the prompt once, every response once."""
+    reference = tiny_model(seed=1) if name == "kl" else None
+    counts = {}
+    handles = [
+        m.model.embed_tokens.register_forward_hook(
+            lambda module, tokens, _: counts.update({module: counts.get(module, 0) + len(tokens[0])})
+        )
+        for m in (model, reference)
+        if m
+    ]
+    group = make_group(model, 200, (5, 1, 70))
+    counts.clear()
+    result = grpo_step(model, group, chunk=64, reference=reference, **CASES[name])
+    take_gradients(model)
+    for handle in handles:
+        handle.remove()
+    assert result.prefilled_positions == 199
+    assert result.replayed_positions == 76
+    assert result.recomputed_positions == {"detached": 0, "window": 71}.get(name, 199)
+    assert result.scored_positions == {"scored": 76, "kl": 199 + 76}.get(name, 0)
+    counted = (
+        result.prefilled_positions,
+        result.replayed_positions,
+        result.recomputed_positions,
+        result.scored_positions,
+    )
+    assert sum(counts.values()) == sum(counted)
+
+
+def test_blocks_run_once_more_in_a_backward_and_no_oftener(model):
+    """Checkpointing evaluates the blocks of what has a graph a second time: 2 x (replayed + recomputed) + prefilled."""
+    seen = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    group = make_group(model, 200, (5, 1))
+    seen.clear()
+    grpo_step(model, group, chunk=64)
+    handle.remove()
+    take_gradients(model)
+    assert sum(seen) == 199 + 2 * (6 + 199)
+
+
+@pytest.mark.parametrize("mode", ["exact", "detached"])
+def test_equal_rewards_give_zeros(mode, model):
+    group = make_group(model, 100, (5, 1, 3))
+    group = Group(group.prompt, group.responses, [0.1] * 3, old_logprobs=group.old_logprobs)
+    result = grpo_step(model, group, chunk=64, prompt_grad=mode)
+    assert result.loss.item() == 0
+    assert all((gradient == 0).all() for gradient in take_gradients(model).values())
+    unequal = Group(group.prompt, group.responses, [0.1, 0.1, 0.2])
+    grpo_step(model, unequal, chunk=64, prompt_grad=mode)
+    assert all(gradient.abs().sum() > 0 for gradient in take_gradients(model).values())
+
+
+@pytest.mark.parametrize("where", ["prompt", "response 1"])
+def test_token_beyond_the_vocabulary_is_refused(where, model):
+    prompt, responses = [1, 2, 3], [[1], [2]]
+    (prompt if where == "prompt" else responses[1])[0] = 256
+    with pytest.raises(ValueError, match=f"{where}: token id 256 is not below the vocabulary size 256"):
+        grpo_step(model, Group(prompt, responses, [0.0, 1.0]), chunk=64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunk": 100}, "chunk=100 must be a multiple of 64"),
+        ({"chunk": -64}, "chunk=-64 must be a multiple of 64"),
+        ({"prompt_grad": "exakt"}, "did you mean exact"),
+        ({"prompt_grad_window": -1}, "prompt_grad_window=-1 must be 0 or more"),
+        ({"algorithm": AlgorithmConfig(kl_coef=0.1)}, "needs a reference model"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, model):
+    group = Group([1, 2, 3], [[1], [2]], [0.0, 1.0])
+    with pytest.raises(ValueError, match=message):
+        grpo_step(model, group, **{"chunk": 64, **arguments})
+
+
+def test_broken_weights_give_a_loss_that_says_so():
+    model = tiny_model(num_hidden_layers=2)
+    group = make_group(model, 100, (5, 2))
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    result = grpo_step(model, group, chunk=64)
+    assert result.loss.isnan()
+    assert result.recompute_difference != 0.0  # NaN is not "the same"
+
+
+def test_frozen_layers_below_get_nothing_and_change_nothing(model):
+    """Training only the last layer, as an adapter would: its gradients are those of the whole."""
+    group = make_group(model, 150, (5, 2))
+    grpo_step(model, group, chunk=64)
+    target = take_gradients(model)
+    trained = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.3.")}
+    model.requires_grad_(False)
+    for parameter in trained.values():
+        parameter.requires_grad_(True)
+    grpo_step(model, group, chunk=64)
+    model.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if name in trained:
+            assert (parameter.grad - target[name]).norm() < 1e-12 * target[name].norm(), name
+        else:
+            assert parameter.grad is None, name
+    model.zero_grad(set_to_none=True)
