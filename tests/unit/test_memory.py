@@ -180,9 +180,10 @@ def test_inference_mode_counts_results_and_no_view_twice():
 
 
 def test_what_was_allocated_before_is_known_only_when_told():
-    before = floats(16)
+    before, result = floats(16), floats(16)
     old_view = before[:10]
     with MemoryMeter() as meter:
+        torch.add(before, 1, out=result)
         view = before.view(-1, 2)[1:]
         before.add_(1)
         torch.add(before, 1, out=before)
@@ -344,9 +345,11 @@ def test_resized_storages_are_seen_and_without_the_patch_they_are_not():
 
 
 def test_refilling_a_storage_of_before_makes_it_known():
-    block = floats(8)
+    block, same = floats(8), floats(2)
     block.untyped_storage().resize_(0)
     with MemoryMeter() as meter:
+        same.untyped_storage().resize_(2 * KB)
+        assert meter.current == 0
         block.untyped_storage().resize_(8 * KB)
         assert meter.current == 8 * KB
         block.untyped_storage().resize_(8 * KB)
@@ -426,15 +429,22 @@ def test_any_order_of_operations_counts_the_storages_that_are_held():
 
 def test_an_entry_whose_end_went_unseen_does_not_hide_a_new_storage():
     with MemoryMeter() as meter:
-        a = floats(2)
-        stale, key = floats(4), a.untyped_storage()._cdata
-        meter._live[key], entry = meter._live[stale.untyped_storage()._cdata], meter._live[key]
-        meter._live[key].key = key
-        meter._count(entry, -entry.size)
+        a, stale = floats(2), floats(4)
+        address, old = a.untyped_storage()._cdata, stale.untyped_storage()._cdata
+        meter._gone(meter._live[address])
+        meter._live[address] = entry = meter._live.pop(old)  # as if `stale` had ended at this address, unseen
+        entry.key = address
+        assert (a + 1).numel() == a.numel()
         a.add_(1)
+        assert meter.current == 4 * KB
         assert meter.tag("inputs", a) == 2 * KB
         assert meter.current == 2 * KB
-        del stale, a
+        meter._gone(entry)
+        assert meter.current == 2 * KB, "an end counts once"
+        del stale, entry
+        assert meter.current == 2 * KB
+        del a
+        assert meter.current == 0
 
 
 def test_garbage_cycles_and_other_threads_end_storages():
