@@ -37,8 +37,10 @@ class JsonlTask:
         self._last: tuple[int, Group] | None = None
         skipped = self._index(data.on_error == "skip")
         if not self._places:
-            reason = f"; the first of {len(skipped)} skipped: line {skipped[0]['line']}: {skipped[0]['reason']}"
-            raise DataError(f"{self._path}: no usable line{reason if skipped else ': the file is empty'}")
+            why = "the file is empty"
+            if skipped:
+                why = f"the first of {len(skipped)} skipped: line {skipped[0]['line']}: {skipped[0]['reason']}"
+            raise DataError(f"{self._path}: no usable line; {why}")
         self.description: dict[str, Any] = {
             "name": data.name,
             "path": str(self._path),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longstraw.config import JsonlConfig, RunConfig
 from longstraw.data.task import DataError
-from longstraw.data.tokenizer import Tokenizer
+from longstraw.data.tokenizer import Tokenizer, check_text
 from longstraw.grpo import Group
 
 LINE_KEYS = ("prompt", "responses")
@@ -38,6 +38,7 @@ class Parser:
         name = fields.get("id", f"line-{number}")
         if not isinstance(name, (str, int)) or isinstance(name, bool):
             raise DataError(f"id is {_kind(name)}, must be text or a whole number")
+        check_text(str(name), "id")
         if "prompt" not in fields:
             raise DataError("no prompt")
         prompt, truncated = self._fit(self._prompt(fields["prompt"]))
@@ -62,11 +63,11 @@ class Parser:
 
     def _prompt(self, value: Any) -> NDArray[np.int64]:
         if isinstance(value, str):
-            return _some(self._tokenizer.encode(value), "prompt")
+            return self._encode(value, "prompt")
         if not isinstance(value, list):
             raise DataError(f"prompt is {_kind(value)}, must be text, a list of token ids or a list of chat messages")
         if value and isinstance(value[0], dict):
-            return _some(self._tokenizer.encode_chat(_messages(value)), "prompt")
+            return self._tokenizer.encode_chat(_messages(value))
         return self._ids(value, "prompt")
 
     def _fit(self, prompt: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
@@ -98,7 +99,7 @@ class Parser:
         if "tokens" in item:
             ids = self._ids(item["tokens"], f"{where}.tokens")
         elif isinstance(item["text"], str):
-            ids = _some(self._tokenizer.encode(item["text"]), f"{where}.text")
+            ids = self._encode(item["text"], f"{where}.text")
         else:
             raise DataError(f"{where}.text is {_kind(item['text'])}, must be text")
         if len(ids) > self._response_length:
@@ -106,6 +107,13 @@ class Parser:
                 f"{where} has {len(ids)} tokens, and response_length={self._response_length}; raise response_length, "
                 "or cut the response in the file: a reward is for all of it"
             )
+        return ids
+
+    def _encode(self, text: str, where: str) -> NDArray[np.int64]:
+        check_text(text, where)
+        ids = self._tokenizer.encode(text)
+        if len(ids) == 0:
+            raise DataError(f"{where} is empty")
         return ids
 
     def _ids(self, value: Any, where: str) -> NDArray[np.int64]:
@@ -212,16 +220,10 @@ def _number(value: Any, where: str, *, finite: bool = False, boolean: bool = Fal
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf
+        number = math.inf if value > 0 else -math.inf
     if finite and not math.isfinite(number):
         raise DataError(f"{where} is {number}, must be finite")
     return number
-
-
-def _some(ids: NDArray[np.int64], where: str) -> NDArray[np.int64]:
-    if len(ids) == 0:
-        raise DataError(f"{where} is empty")
-    return ids
 
 
 def _kind(value: Any) -> str:

@@ -35,11 +35,8 @@ class ByteTokenizer:
     name = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return one id from 0 to 255 a byte. Raises ``DataError`` for half a surrogate pair, which UTF-8 has not."""
-        try:
-            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-        except UnicodeEncodeError as error:
-            raise DataError(f"character {error.start} is {text[error.start]!a}, which is no character") from None
+        """Return one id from 0 to 255 a byte."""
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of the bytes; what is cut or no UTF-8 becomes U+FFFD, ids above 255 too."""
@@ -71,10 +68,7 @@ class CheckpointTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of ``text``, marks such as ``<|im_end|>`` read as the special tokens they name."""
-        try:
-            return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-        except UnicodeEncodeError as error:
-            raise DataError(f"character {error.start} is {text[error.start]!a}, which is no character") from None
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def decode(self, ids: NDArray[np.int64]) -> str:
         """Return the text of the ids, special tokens included and spaces as they stand."""
@@ -88,7 +82,17 @@ class CheckpointTokenizer:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template is a program of the checkpoint's author and raises what it likes
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
+        check_text(str(text), "the conversation")
         return self.encode(str(text))
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse half a surrogate pair: JSON can write it as an escape, no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = ascii(text[error.start])
+        raise DataError(f"{where} has {shown} at character {error.start + 1}, which is no character") from None
 
 
 def load_tokenizer(folder: str | None, *, checkpoint: str | None, vocab_size: int) -> Tokenizer:
