@@ -66,7 +66,7 @@ class Group:
         _same_count("rewards", self.rewards, self.responses)
         if self.old_logprobs is not None:
             _same_count("old_logprobs", self.old_logprobs, self.responses)
-            self.old_logprobs = [torch.as_tensor(values) for values in self.old_logprobs]
+            self.old_logprobs = [_tensor(x, f"old_logprobs of response {i}") for i, x in enumerate(self.old_logprobs)]
         if self.loss_masks is not None:
             _same_count("loss_masks", self.loss_masks, self.responses)
             self.loss_masks = [_mask(values, i) for i, values in enumerate(self.loss_masks)]
@@ -107,8 +107,15 @@ class Group:
         return moved
 
 
+def _tensor(values: Any, what: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{what}: cannot become a tensor: {error}") from None
+
+
 def _token_ids(values: Any, what: str) -> Tensor:
-    ids = torch.as_tensor(values)
+    ids = _tensor(values, what)
     if ids.dim() != 1:
         raise ValueError(f"{what}: token ids of shape {list(ids.shape)}, expected one dimension")
     if ids.numel() == 0:
@@ -123,7 +130,7 @@ def _token_ids(values: Any, what: str) -> Tensor:
 def _reward(value: Any, i: int) -> float:
     try:
         reward = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"reward of response {i}: {value!r} is no number") from None
     if not math.isfinite(reward):
         raise ValueError(f"reward of response {i}: {reward}, must be finite")
@@ -131,7 +138,7 @@ def _reward(value: Any, i: int) -> float:
 
 
 def _mask(values: Any, i: int) -> Tensor:
-    mask = torch.as_tensor(values)
+    mask = _tensor(values, f"loss_masks of response {i}")
     if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(f"loss_masks of response {i}: values other than 0 and 1")
     return mask.bool()
