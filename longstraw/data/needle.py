@@ -4,7 +4,7 @@ The prompt has exactly ``prompt_positions`` tokens:
 
     hay .. "\\nThe magic number of amber is 481029.\\n" .. hay "\\nWhat is the magic number of amber?\\n"
 
-Word, number, depth and the stretch of hay are drawn from the seed and the step. Responses are made, not sampled: right
+Word, number, depth and the stretch of hay are drawn by seed and step. Responses are made, not sampled: right
 ones state the number, wrong ones a near miss. The reward is checked on the response's own text: 1.0 if the number is in
 it as a number of its own, else 0.0.
 """
@@ -75,9 +75,12 @@ class NeedleTask:
         encode = self._tokenizer.encode
         return encode(f"\nThe magic number of {word} is {value}.\n"), encode(f"\nWhat is the magic number of {word}?\n")
 
+    def _index(self, step: int) -> int:
+        return step // self._config.refresh_every
+
     def _draw(self, step: int) -> tuple[random.Random, str, str]:
         """Return a generator for the rest of the step's prompt, and its word and number."""
-        rng = random.Random(f"needle {self._config.seed} prompt {step // self._config.refresh_every}")
+        rng = random.Random(f"needle {self._config.seed} prompt {self._index(step)}")
         return rng, rng.choice(self._words), str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
 
     def _stretch(self, rng: random.Random, length: int) -> NDArray[np.int64]:
@@ -87,7 +90,7 @@ class NeedleTask:
         return np.concatenate([head, np.resize(self._hay, length - len(head))])
 
     def group(self, step: int) -> Group:
-        """Return the group of this step."""
+        """Return the group of this step; steps that share a retained prompt get the same one."""
         rng, word, value = self._draw(step)
         needle, question = self._texts(word, value)
         length = self._config.prompt_positions - len(needle) - len(question)
@@ -101,7 +104,7 @@ class NeedleTask:
             prompt=torch.from_numpy(prompt),
             responses=[torch.from_numpy(response) for response in responses],
             rewards=rewards,
-            id=f"needle-{self._config.seed}-{step}",
+            id=f"needle-{self._config.seed}-{self._index(step)}",
         )
 
     def score(self, step: int, response: NDArray[np.int64]) -> float:
@@ -110,7 +113,7 @@ class NeedleTask:
 
     def _responses(self, step: int, word: str, value: str) -> tuple[list[NDArray[np.int64]], list[float]]:
         size, longest = self._config.group_size, self._config.response_length
-        rng = random.Random(f"needle {self._config.seed} responses {step}")
+        rng = random.Random(f"needle {self._config.seed} responses {self._index(step)}")
         right = int(self._data.correct_fraction * size + 0.5)
         if 0 < self._data.correct_fraction < 1:  # equal rewards would teach nothing
             right = min(max(right, 1), size - 1)

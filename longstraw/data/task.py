@@ -14,7 +14,7 @@ class DataError(ValueError):
 class Task(Protocol):
     """Groups by step, in any order: the same step gives the same group, so a resumed run sees what it would have seen.
 
-    The steps that share a retained prompt (``refresh_every``) get groups of one prompt.
+    The steps that share a retained prompt (``refresh_every``) get the same group.
     """
 
     description: dict[str, Any]  # small and fit for JSON: where the data come from, what was left out
