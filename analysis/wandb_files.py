@@ -46,7 +46,7 @@ def read_run(path: str | Path) -> WandbRun:
 
     run = WandbRun(Path(path))
     for body in _records(run):
-        record = wandb_internal_pb2.Record()
+        record: Any = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(body)
         kind = record.WhichOneof("record_type")
         if kind == "run":

@@ -1,0 +1,120 @@
+"""Find record files, read them whatever state they are in, and merge the attempts of each job."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longstraw.schema import KEYS, SCHEMA, numbers
+
+Row = dict[str, Any]
+
+
+class NoRecords(Exception):
+    """Nothing to analyse; the message says where was looked."""
+
+
+@dataclass
+class Job:
+    """One job: its rows by step, the highest attempt winning, and the row that says how it ended."""
+
+    run_id: str
+    steps: list[Row]  # of all statuses, in order
+    last: Row  # the last one that the highest attempt wrote, with or without a step
+
+    @property
+    def status(self) -> str:
+        return self.last["status"] or "error"
+
+    def known(self, key: str) -> Any:
+        """Return what the latest row that knows ``key`` says of it."""
+        rows = [self.last, *reversed(self.steps)]
+        return next((row[key] for row in rows if row[key] is not None), None)
+
+    @property
+    def finished(self) -> list[Row]:
+        return [row for row in self.steps if row["status"] == "ok"]
+
+
+def note(message: str) -> None:
+    """Say something about the input on stderr, so that stdout holds the table alone."""
+    print(f"note: {message}", file=sys.stderr)
+
+
+def find_files(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the record files among ``paths``: files as given, folders searched for ``records*.jsonl``."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            found |= dict.fromkeys(sorted(path.rglob("records*.jsonl")))
+        elif path.exists():
+            found[path] = None
+        else:
+            raise NoRecords(f"{path} does not exist")
+    return list(found)
+
+
+def read_rows(path: Path, tell: Callable[[str], None] = note) -> list[Row]:
+    """Return a file's rows with every key of the listing; lines that are no records are told and left out.
+
+    A row without ``run_id`` belongs to the file's folder, one without ``attempt`` to the attempt in the file's name.
+    """
+    match = re.fullmatch(r"records\.(\d+)\.jsonl", path.name)
+    defaults = {"run_id": str(path.parent), "attempt": int(match[1]) if match else 0}
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = numbers(json.loads(line))
+        except ValueError:
+            tell(f"{path}:{number}: broken off, left out")
+            continue
+        if not isinstance(row, dict):
+            tell(f"{path}:{number}: no record, left out")
+            continue
+        if (row.get("schema") or 0) > SCHEMA:
+            tell(f"{path}:{number}: of schema {row['schema']}, this reads {SCHEMA}; newer keys are not shown")
+        full = {key: row.get(key) for key in KEYS}
+        rows.append({**full, **{key: value for key, value in defaults.items() if full[key] is None}})
+    return rows
+
+
+def merge(rows: Iterable[Row]) -> list[Job]:
+    """Return jobs in the order of their first row; of each step the highest attempt's row counts, then the later."""
+    by_job: dict[str, list[Row]] = {}
+    for row in rows:
+        by_job.setdefault(row["run_id"], []).append(row)
+    return [_merge_job(run_id, rows) for run_id, rows in by_job.items()]
+
+
+def _merge_job(run_id: str, rows: list[Row]) -> Job:
+    rows = sorted(rows, key=lambda row: row["attempt"])  # stable: the order within an attempt is kept
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        if row["step"] is not None:
+            by_step[row["step"]] = row
+    return Job(run_id, [by_step[step] for step in sorted(by_step)], rows[-1])
+
+
+def load_jobs(paths: Iterable[str | Path], claim: str | None = None) -> list[Job]:
+    """Return the jobs of all record files below ``paths``, of one claim if given; raise ``NoRecords`` if none."""
+    paths = list(paths)
+    files = find_files(paths)
+    where = ", ".join(map(str, paths))
+    if not files:
+        raise NoRecords(f"no records*.jsonl below {where}; a run writes one into its folder")
+    rows = [row for path in files for row in read_rows(path)]
+    if not rows:
+        raise NoRecords(f"no record in {len(files)} file(s) below {where}")
+    if claim is not None:
+        claims = sorted({str(row["claim"]) for row in rows if row["claim"]})
+        rows = [row for row in rows if row["claim"] == claim]
+        if not rows:
+            raise NoRecords(f"no record of claim={claim}; there are {', '.join(claims) or 'no claims'}")
+    return merge(rows)
