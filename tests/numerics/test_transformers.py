@@ -1,0 +1,97 @@
+"""The step on one shared prompt against transformers' own class on whole sequences; its checkpoint, loaded here."""
+
+import pytest
+import torch
+from helpers import enlarge, furthest, make_group, relative, take_gradients, whole, worst
+
+from longstraw import grpo_step, load_model
+from longstraw.config import AlgorithmConfig, load_model_config
+from longstraw.grpo import advantages, branch_loss, denominators
+
+transformers = pytest.importorskip("transformers")
+
+BAR = 1e-4
+SAME = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types", "rms_norm_eps"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return transformers' model of the tiny configuration and ours, read from what it saved."""
+    config = load_model_config("qwen3_6_tiny")
+    theirs = transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(
+            **{name: getattr(config, name) for name in SAME},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": config.rope_theta,
+                "partial_rotary_factor": config.partial_rotary_factor,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+            },
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        )
+    ).float()
+    enlarge(theirs.named_parameters())
+    folder = tmp_path_factory.mktemp("checkpoint")
+    theirs.save_pretrained(folder)
+    return theirs, load_model(folder, dtype="float32"), folder
+
+
+def whole_sequences(model, group):
+    """Add the gradient of the group's loss, each response after its own prompt; return log-probabilities."""
+    algorithm, logprobs = AlgorithmConfig(), []
+    per_branch = zip(
+        group.responses, advantages(group.rewards), denominators(group, algorithm, 0), group.old_logprobs, strict=True
+    )
+    for response, advantage, denominator, old in per_branch:
+        tokens = torch.cat([group.prompt, response[:-1]])
+        logits = model(tokens[None], use_cache=False).logits[0, len(group.prompt) - 1 :]
+        lp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        shared = {"advantage": advantage, "algorithm": algorithm, "denominator": denominator, "old_logprobs": old}
+        branch_loss(lp, **shared).loss.backward()
+        logprobs.append(lp.detach())
+    return logprobs
+
+
+def test_names_and_shapes_are_theirs(models):
+    theirs, ours, _ = models
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    assert all(torch.equal(p, dict(theirs.named_parameters())[n]) for n, p in ours.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("positions", "lengths", "chunk"),
+    [(1, (2, 5), 64), (2, (1, 3), 64), (65, (5, 1, 7), 64), (257, (30, 70), 128), (321, (20, 9, 33), 192)],
+)
+def test_logprobs_and_gradients(models, positions, lengths, chunk):
+    theirs, ours, _ = models
+    group = make_group(ours, positions, lengths)
+    logprobs = whole_sequences(theirs, group)
+    target = take_gradients(theirs)
+    result = grpo_step(ours, group, chunk=chunk)
+    gradients = take_gradients(ours)
+    assert furthest(result.logprobs, logprobs) < BAR
+    distance, name = worst(gradients, target)
+    assert distance < BAR, name
+    if positions > 2:
+        detached = grpo_step(ours, group, chunk=chunk, prompt_grad="detached")
+        assert furthest(detached.logprobs, logprobs) < BAR
+        assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.linear_attn.A_log", "model.layers.3.self_attn.k_norm.weight"])
+def test_comparison_can_fail(models, name):
+    """One small parameter of many, off by 0.05, shows in the log-probabilities."""
+    theirs, _, folder = models
+    ours = load_model(folder, dtype="float32")
+    group = make_group(ours, 100, (20, 3))
+    logprobs = whole_sequences(theirs, group)
+    take_gradients(theirs)
+    with torch.no_grad():
+        ours.get_parameter(name).add_(0.05)
+    assert furthest(grpo_step(ours, group, chunk=64).logprobs, logprobs) > BAR
