@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.config import ModelConfig
+from longstraw.layers.weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.state import Past, RetainedState, Tensors
 
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
 
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [T, d]."""
-        return self.ops.logprob(hidden, self.lm_head.weight, targets)
+        return self.ops.logprob(hidden, effective_weight(self.lm_head), targets)
 
     def _blocks(self) -> list[Block]:
         return list(self.model.layers)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longstraw.config import ModelConfig
@@ -258,19 +258,38 @@ def save_model(model: Decoder, folder: str | Path, *, shard_bytes: int = SHARD_B
     Files hold at most ``shard_bytes`` (or one tensor); no more than one is in memory beside the model. The folder
     appears whole or not at all; raises ``CheckpointError`` if it already holds something.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder}: is there already; save to a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
-        made = Path(unfinished) / folder.name
-        made.mkdir()
+    with new_folder(folder) as made:
         _write_shards(list(_to_write(model)), made, shard_bytes)
         for source in _companions(model.config):
             shutil.copyfile(source, made / source.name)
         (made / "config.json").write_text(json.dumps(published_config(model.config, dtype), indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Give a hidden folder to fill and rename it to ``folder`` when that went well; otherwise nothing is left of it."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder}: is there already; save to a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
+        made = Path(unfinished) / folder.name
+        made.mkdir()
+        yield made
         made.replace(folder)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return all tensors of one small file, such as an adapter's."""
+    with _reading(file):
+        return load_file(file)
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write one file of safetensors."""
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(content, file, metadata={"format": "pt"})
 
 
 def _to_write(model: nn.Module) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
@@ -304,8 +323,7 @@ def _write_shards(tensors: list[tuple[str, int, Callable[[], Tensor]]], folder: 
     total = len(shards)
     files = [SINGLE] if total == 1 else [f"model-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)]
     for file, shard in zip(files, shards, strict=True):
-        content = {name: read().detach().cpu().contiguous() for name, read in shard.items()}
-        save_file(content, folder / file, metadata={"format": "pt"})
+        write_tensors({name: read() for name, read in shard.items()}, folder / file)
     if total > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": weight_map}
