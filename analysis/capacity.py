@@ -10,6 +10,7 @@ counts. Jobs that failed, ran out of memory or were refused have their row too.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -85,8 +86,8 @@ def with_paper(frame: pd.DataFrame) -> pd.DataFrame:
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the table as people read it, all strings."""
-    largest = frame[["peak_allocated_bytes", "predicted_peak_bytes"]].fillna(0).max(axis=None)
-    digits = 3 if largest >= GB else 5
+    smallest = frame["peak_allocated_bytes"].fillna(frame["predicted_peak_bytes"]).fillna(GB).min()
+    digits = 3 if smallest >= GB else 5  # tiny models live in megabytes
 
     def gigabytes(value: Any) -> str:
         return "" if pd.isna(value) else f"{value / GB:,.{digits}f}"
@@ -174,4 +175,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`
     sys.exit(main())

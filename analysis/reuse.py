@@ -10,6 +10,7 @@ log-probabilities from a freshly evaluated prompt, averaged over the steps of th
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -100,4 +101,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`
     sys.exit(main())

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -21,7 +20,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from longstraw.provenance import startup_facts
-from longstraw.schema import RecordError, check, complete, constant_keys, plain, to_line
+from longstraw.schema import (
+    RecordError,
+    check,
+    complete,
+    constant_keys,
+    flatten,
+    latest_attempt,
+    plain,
+    records_path,
+    to_line,
+)
 
 if TYPE_CHECKING:
     from longstraw.config import TrackingConfig
@@ -43,17 +52,6 @@ INIT_SECONDS = 30
 FINISH_SECONDS = 60  # wandb's own default waits for a lost server for ever
 REOPEN_SECONDS = 60  # a lost W&B is opened again at most this often
 BACKLOG_ROWS = 10_000  # rows that wait for W&B; beyond that it misses some, the record does not
-
-
-def records_path(run_dir: str | Path, attempt: int) -> Path:
-    """Return the file of one attempt: ``records.jsonl``, then ``records.1.jsonl`` and so on."""
-    return Path(run_dir) / (f"records.{attempt}.jsonl" if attempt else "records.jsonl")
-
-
-def latest_attempt(run_dir: str | Path) -> int | None:
-    """Return the highest attempt that has a records file in ``run_dir``; ``None`` if there is none."""
-    found = [re.fullmatch(r"records(?:\.(\d+))?\.jsonl", path.name) for path in Path(run_dir).glob("records*.jsonl")]
-    return max((int(match[1] or 0) for match in found if match), default=None)
 
 
 def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = None) -> Path:
@@ -152,8 +150,8 @@ class Recorder:
         self._lines = _Lines(self.path, fresh=True)
         options = {
             "id": run_id,
-            "group": group,
-            "name": name,
+            "group": group and group[:128],  # a server takes no longer ones
+            "name": name and name[:128],
             "project": getattr(tracking, "project", "longstraw"),
             "entity": getattr(tracking, "entity", None),
             "tags": list(getattr(tracking, "tags", [])),
@@ -202,17 +200,6 @@ class Recorder:
         self.close(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``row`` as W&B gets it: ``{"a": {"b": 1}}`` as ``{"a/b": 1}``, without nulls."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif value is not None:
-            flat[prefix + key] = value
-    return flat
-
-
 class _Mirror:
     """One W&B run, fed by a daemon thread; nothing raises, and only ``close`` waits, with a limit."""
 
@@ -250,9 +237,7 @@ class _Mirror:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry would ask for the network
         try:
             import wandb  # here, not in the thread: imports of two threads at once can meet half-made modules
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
+        except (Exception, SystemExit) as error:
             _warn(f"wandb cannot be imported ({_short(error)}); going on without it")
             return None
         return _Mirror(wandb, folder, mode, options)
@@ -276,7 +261,8 @@ class _Mirror:
         self._thread.join(INIT_SECONDS + FINISH_SECONDS)
         if self._thread.is_alive():
             _warn("it does not finish; left behind")
-            self._kill()
+            if self._process is not None:
+                self._process.kill()  # wandb's own exit hook would wait for it for ever
             self._thread.join(5)
 
     def _work(self) -> None:
@@ -380,11 +366,6 @@ class _Mirror:
         with contextlib.suppress(BaseException):
             self._wandb.teardown()
 
-    def _kill(self) -> None:
-        """End wandb's background process: if it hangs, wandb's own exit hook would wait for it for ever."""
-        if self._process is not None:
-            self._process.kill()
-
     def _warn(self, message: str) -> None:
         """Say each thing once: a lost run may fail to open again every minute for days."""
         if message not in self._said:
@@ -394,18 +375,19 @@ class _Mirror:
 
 def _has_key(wandb: Any) -> bool:
     """Whether wandb would find a key without asking: environment, netrc or its settings. No network, no prompt."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
+    found = bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))
     try:
         from wandb.sdk.lib import wbauth
 
-        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
-        found = wbauth.authenticate_session(
-            host=settings.base_url, source="longstraw", prompt=False, update_session=False
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings  # silent from its first word
+        host = settings.base_url
+        found = found or bool(settings.api_key)
+        found = found or bool(
+            wbauth.authenticate_session(host=host, source="longstraw", prompt=False, update_session=False)
         )
-        return bool(settings.api_key or found)
-    except Exception:
-        return False
+    except Exception as error:  # none of this is a promise of wandb's
+        log.debug("looking for a key: %s", _short(error))
+    return found
 
 
 def _short(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The record's keys: names, types and meanings, and the functions that fill and check a row.
+"""The record's keys (names, types, meanings), the names of its files, and the functions that fill and check a row.
 
 A record is one JSON object a step, flat, with these keys in this order. Keys are added, never renamed. Sizes are exact
 integers in bytes, times are seconds, positions are tokens; formats belong to ``analysis/``. A key that does not apply
@@ -11,7 +11,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -221,3 +223,25 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
     }
+
+
+def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``row`` as W&B gets it: ``{"a": {"b": 1}}`` as ``{"a/b": 1}``, without nulls."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif value is not None:
+            flat[prefix + key] = value
+    return flat
+
+
+def records_path(run_dir: str | Path, attempt: int) -> Path:
+    """Return the file of one attempt: ``records.jsonl``, then ``records.1.jsonl`` and so on."""
+    return Path(run_dir) / (f"records.{attempt}.jsonl" if attempt else "records.jsonl")
+
+
+def latest_attempt(run_dir: str | Path) -> int | None:
+    """Return the highest attempt that has a records file in ``run_dir``; ``None`` if there is none."""
+    found = [re.fullmatch(r"records(?:\.(\d+))?\.jsonl", path.name) for path in Path(run_dir).glob("records*.jsonl")]
+    return max((int(match[1] or 0) for match in found if match), default=None)

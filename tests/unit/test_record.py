@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from longstraw import provenance, record
+from longstraw import provenance
 from longstraw.config import HardwareConfig, NeedleConfig, RunConfig, load_model_config
 from longstraw.record import Recorder, RecordError, append_row, constant_keys, latest_attempt, startup_facts
-from longstraw.schema import KEYS, check, complete, numbers, to_line
+from longstraw.schema import KEYS, check, complete, flatten, numbers, to_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,5 +240,5 @@ def test_recording_needs_neither_torch_nor_wandb(tmp_path):
 
 
 def test_dict_values_become_keys_of_their_own():
-    flat = record.flatten({"step": 0, "error": None, "seconds_by_verb": {"replay": 1.0, "deep": {"x": 2}}, "cp": None})
+    flat = flatten({"step": 0, "error": None, "seconds_by_verb": {"replay": 1.0, "deep": {"x": 2}}, "cp": None})
     assert flat == {"step": 0, "seconds_by_verb/replay": 1.0, "seconds_by_verb/deep/x": 2}

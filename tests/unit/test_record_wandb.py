@@ -16,7 +16,7 @@ from analysis.wandb_files import read_run, read_runs
 from longstraw import record
 from longstraw.config import TrackingConfig
 from longstraw.record import Recorder
-from longstraw.schema import numbers
+from longstraw.schema import flatten, numbers
 
 pytest.importorskip("wandb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_offline_files_hold_what_the_record_holds(tmp_path, caplog):
     assert run.config == {**config, "attempt": 0}
     assert (run.exit_code, run.torn) == (0, False)
     history = [numbers(row) for row in run.history]
-    expected = [record.flatten(row) for row in rows(run_dir)]
+    expected = [flatten(row) for row in rows(run_dir)]
     assert len(history) == len(expected) == 20
     assert all(same(left, right) for left, right in zip(history, expected, strict=True))
     assert history[3]["peak_by_verb/prefill"] == 3
