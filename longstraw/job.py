@@ -5,6 +5,7 @@ Submitted by reference, so nothing but a path is pickled and what was typed is w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import from_dict
+from longstraw.config import ConfigError, from_dict
 from longstraw.provenance import startup_facts
 from longstraw.record import append_row
 from longstraw.schema import RecordError, constant_keys
@@ -84,9 +85,12 @@ def leave_word(folder: Path, status: str, reason: str, attempt: int | None = Non
 
 def _failure(folder: Path, row: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
     spec = json.loads((folder / "spec.json").read_text())
+    constants: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):  # a spec that cannot be read may be what went wrong
+        constants = constant_keys(from_dict(spec["config"]))
     known = {key: row[key] for key in ("commit", "dirty", "versions", "started_at", "device_name") if row.get(key)}
     return {
-        **constant_keys(from_dict(spec["config"])),
+        **constants,
         **startup_facts(None),
         **known,
         "run_id": spec["run_id"],

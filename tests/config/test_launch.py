@@ -1,0 +1,266 @@
+import dataclasses
+import json
+import os
+import signal
+import stat
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from longstraw import launch, place, run, watch
+from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict, load_model_config, to_dict
+from longstraw.job import describe, leave_word, rank, status_of
+from longstraw.table import last_row, read_rows, table
+
+CPU = {"name": "cpu", "backend": "cpu"}
+FULL = {
+    "name": "site",
+    "nodes": 4,
+    "gpus_per_node": 8,
+    "gpu": "h20",
+    "cpus_per_task": 12,
+    "host_memory_gb": 900.0,
+    "time_min": 61,
+    "partition": "gpu",
+    "account": "acc",
+    "qos": "high",
+    "constraint": "nvlink",
+    "exclude": "n7",
+    "comment": "straw",
+    "setup": ["module load cuda"],
+    "slurm": {"slurm_mail_user": "me"},
+}
+NOT_SLURMS = {"name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s"}
+
+
+def config(hardware=CPU, **values):
+    model = to_dict(load_model_config("qwen3_6_tiny"))
+    return from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "context": 1024, **values})
+
+
+def drafts(folder, *configs):
+    return [launch.Draft(num, [f"seed={num}", "steps=1"], folder / str(num), c) for num, c in enumerate(configs)]
+
+
+def prepared(folder, *configs):
+    return launch.prepare(drafts(folder, *configs), command="longstraw -m", sweep="s")
+
+
+def test_every_job_is_checked_before_any_is_frozen(tmp_path):
+    wrong = [launch.Draft(3, [], tmp_path / "3", None, "context: not a count")]
+    good, early = config(), config(mode="simulate")
+    with pytest.raises(ConfigError) as error:
+        launch.prepare([*drafts(tmp_path, good, early, config(mode="simulate")), *wrong], command="c", sweep="s")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "3 of 4 jobs are wrong, none was started"
+    assert [line.split(":")[0] for line in lines[1:]] == ["jobs 1, 2", "job 3"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_typed_is_frozen(tmp_path):
+    job = prepared(tmp_path, config(mode="auto", seed=5, claim="c"))[0]
+    spec = json.loads((job.run_dir / "spec.json").read_text())
+    assert set(spec) == {"run_id", "sweep", "num", "overrides", "command", "config"}
+    frozen = from_dict(spec["config"])
+    assert isinstance(frozen, RunConfig)
+    assert (frozen.mode, frozen.seed, frozen.context) == ("run", 5, 1024)
+    assert frozen == job.config
+
+
+def test_run_ids_differ_within_and_between_sweeps(tmp_path):
+    ids = set()
+    for name in ("a", "b"):
+        for job in prepared(tmp_path / name / "20260101-000000", config(), config()):
+            ids.add(json.loads((job.run_dir / "spec.json").read_text())["run_id"])
+    assert len(ids) == 4
+
+
+def test_commands_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
+    folders = [run.new_folder("a/claim %j") for _ in range(3)]
+    assert folders == [f"runs/a_claim__j/20260101-000000{suffix}" for suffix in ("", "-2", "-3")]
+    run._remove_unused()
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+@pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(HardwareConfig) if f.name not in NOT_SLURMS])
+def test_every_key_of_the_hardware_reaches_slurm(key):
+    full = launch.slurm_parameters(HardwareConfig(**FULL))
+    without = launch.slurm_parameters(HardwareConfig(**{name: value for name, value in FULL.items() if name != key}))
+    assert full != without
+
+
+def test_slurm_parameters():
+    assert launch.slurm_parameters(HardwareConfig(**FULL)) == {
+        "nodes": 4,
+        "tasks_per_node": 8,
+        "cpus_per_task": 12,
+        "mem_gb": 900,
+        "timeout_min": 61,
+        "stderr_to_stdout": True,
+        "slurm_gres": "gpu:h20:8",
+        "slurm_setup": ["module load cuda"],
+        "slurm_srun_args": ["--kill-on-bad-exit=1", "--cpus-per-task=12"],
+        "slurm_partition": "gpu",
+        "slurm_account": "acc",
+        "slurm_qos": "high",
+        "slurm_constraint": "nvlink",
+        "slurm_exclude": "n7",
+        "slurm_comment": "straw",
+        "slurm_mail_user": "me",
+    }
+    ranks = launch.slurm_parameters(HardwareConfig(name="c", backend="cpu", nodes=2, ranks=4))
+    assert (ranks["tasks_per_node"], "slurm_gres" in ranks) == (2, False)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Put an sbatch on PATH that keeps what it is given; return a function that reads it."""
+    tools, kept = tmp_path / "tools", tmp_path / "kept"
+    tools.mkdir()
+    kept.mkdir()
+    scripts = {
+        "sbatch": f'n=$(ls {kept} | wc -l); cp "$1" {kept}/$n; echo "Submitted batch job 10$n"',
+        "srun": "exit 1",
+        "scancel": "exit 0",
+        "sacct": "exit 0",
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755 | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return lambda: [path.read_text() for path in sorted(kept.iterdir())]
+
+
+def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
+    small, long = {**CPU, "partition": "p"}, {**CPU, "partition": "p", "time_min": 7}
+    jobs = prepared(tmp_path, config(small), config(long), config(small, seed=1))
+    assert {job.place.where for job in jobs} == {"slurm"}
+    handles = launch.submit_slurm(jobs, tmp_path)
+    first, second = slurm()
+    assert "#SBATCH --array=0-1" in first
+    assert "#SBATCH --time=1440" in first
+    assert "#SBATCH --time=7" in second
+    assert all("--kill-on-bad-exit=1" in script and "#SBATCH --partition=p" in script for script in (first, second))
+    assert [handles[num].job_id for num in (0, 1, 2)] == ["100_0", "101", "100_1"]
+    launch.write_manifest(jobs, tmp_path, handles)
+    manifest = json.loads((tmp_path / "sweep.json").read_text())
+    assert [entry["job_id"] for entry in manifest["jobs"]] == ["100_0", "101", "100_1"]
+
+
+def test_a_key_slurm_has_not_is_refused_before_submission(tmp_path, slurm):
+    wrong = {**CPU, "partition": "p", "slurm": {"slurm_foo": 1}}
+    with pytest.raises(ConfigError, match="foo"):
+        prepared(tmp_path, config({**CPU, "partition": "p"}), config(wrong))
+    assert slurm() == []
+
+
+def test_local_jobs_have_the_hardwares_limit_and_its_gpus(monkeypatch):
+    assert launch.local_parameters(HardwareConfig(**CPU, time_min=7))["timeout_min"] == 7
+    assert "gpus_per_node" not in launch.local_parameters(HardwareConfig(**CPU))
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["2", "3"])
+    parameters = launch.local_parameters(HardwareConfig(name="cuda", gpus_per_node=1))
+    assert (parameters["gpus_per_node"], parameters["visible_gpus"]) == (1, [2, 3])
+
+
+def test_a_job_that_reaches_its_time_limit_says_so(stand_in, capsys):
+    job = prepared(stand_in, config(claim="hangs"))[0]
+    job.config.hardware.time_min = 0.05
+    assert launch.run_queue([job], {}) == 1
+    assert last_row(job.run_dir)["error"].startswith("the time limit of 0.05 min was reached (hardware.time_min)")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((job.run_dir / "pid").read_text()), 0)
+
+
+def test_labels_name_what_differs(tmp_path):
+    jobs = prepared(tmp_path, config(), config())
+    assert launch.labels(jobs) == ["job 0 seed=0", "job 1 seed=1"]
+
+
+def test_a_bad_end_is_written_once_and_after_a_torn_line(tmp_path):
+    job = prepared(tmp_path, config(claim="c"))[0]
+    (job.run_dir / "records.jsonl").write_text('{"status": "ok", "step": 0, "commit": "abc"}\n{"status": "o')
+    leave_word(job.run_dir, "error", "killed")
+    leave_word(job.run_dir, "error", "again")
+    rows = read_rows(job.run_dir)
+    assert [(row["status"], row.get("error")) for row in rows] == [("ok", None), ("error", "killed")]
+    assert (rows[-1]["model"], rows[-1]["context"], rows[-1]["claim"]) == ("qwen3_6_tiny", 1024, "c")
+    assert rows[-1]["commit"] == "abc"
+    assert json.loads((job.run_dir / "result.json").read_text())["status"] == "error"
+
+
+def test_exceptions_in_one_line():
+    assert describe(RuntimeError("first\nsecond")) == "RuntimeError: first"
+    assert describe(ValueError("a.jsonl:3: reward is NaN")) == "a.jsonl:3: reward is NaN"
+    assert describe(KeyError()) == "KeyError"
+    assert (status_of(MemoryError()), status_of(RuntimeError())) == ("oom", "error")
+
+
+def test_the_table_has_a_row_a_job(tmp_path):
+    jobs = prepared(tmp_path, config(), config({**CPU}, group_size=8), config())
+    rows = [
+        {"status": "ok", "peak_allocated_bytes": 5_000_000, "seconds": 1.5, "loss": 0.5},
+        {"status": "ok", "peak_allocated_bytes": 4_000_000, "seconds": 2.0, "loss": "NaN"},
+    ]
+    (jobs[0].run_dir / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leave_word(jobs[1].run_dir, "oom", "no memory left")
+    lines = table([job.run_dir for job in jobs]).splitlines()
+    assert lines[0].split() == [
+        "job",
+        "model",
+        "context",
+        "group_size",
+        "prompt_grad",
+        "status",
+        "peak",
+        "bytes",
+        "seconds",
+        "loss",
+    ]
+    assert lines[1].split() == ["0", "qwen3_6_tiny", "1,024", "2", "detached", "ok", "5.0", "MB", "3.50", "s", "nan"]
+    assert lines[2].split() == ["1", "qwen3_6_tiny", "1,024", "8", "detached", "oom"]
+    assert lines[3].split() == ["2", "qwen3_6_tiny", "1,024", "2", "detached", "not", "run"]
+    assert lines[4:] == ["job 1: oom: no memory left"]
+
+
+def test_progress_counts_positions_and_time(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now)
+    line = watch.Line(tmp_path, "job 0", steps=3, state="running")
+    assert line.progress() == "starting"
+    progress = tmp_path / "progress.json"
+    progress.write_text('{"step": 1, "verb": "prefill", "done": 1000, "total": 16000}')
+    assert line.progress() == "step 2/3  prefill 1,000/16,000"
+    now = 110.0
+    progress.write_text('{"step": 1, "verb": "prefill", "done": 6000, "total": 16000}')
+    assert line.progress() == "step 2/3  prefill 6,000/16,000  38 %, 20.0 s left"
+    progress.write_text('{"step": 1, "ver')
+    assert line.progress() == "starting"
+
+
+def test_only_rank_0_writes(stand_in, monkeypatch):
+    assert rank() == 0
+    job = prepared(stand_in, config())[0]
+    spec = json.loads((job.run_dir / "spec.json").read_text())
+    spec["config"]["group_size"] = 1
+    (job.run_dir / "spec.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with pytest.raises(ConfigError, match="group_size=1"):
+        launch.execute(job.run_dir)
+    assert {path.name for path in job.run_dir.iterdir()} == {"spec.json"}
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(ConfigError, match="group_size=1"):
+        launch.execute(job.run_dir)
+    assert {path.name for path in job.run_dir.iterdir()} == {"spec.json", "error.txt", "result.json", "records.jsonl"}
+
+
+def test_signals_are_as_before_after_a_queue(stand_in):
+    before = signal.getsignal(signal.SIGTERM)
+    with launch._stoppable():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert place.find(HardwareConfig(**CPU)).where == "here"

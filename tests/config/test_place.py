@@ -1,0 +1,88 @@
+import pytest
+
+from longstraw import place
+from longstraw.config import ConfigError, HardwareConfig, from_dict, load_model_config, to_dict
+
+CPU = {"name": "cpu", "backend": "cpu"}
+NODE = {"name": "h20x8", "gpus_per_node": 8, "partition": "h20"}
+ONE = {"name": "cuda", "gpus_per_node": 1}
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch):
+    """No SLURM, no GPU; tests add what they need."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(place.shutil, "which", lambda name: None)
+    monkeypatch.setattr(place, "visible_gpus", list)
+
+
+def job(hardware, mode="auto"):
+    model = to_dict(load_model_config("qwen3_6_tiny"))
+    return from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "mode": mode, "context": 1024})
+
+
+def with_slurm(monkeypatch):
+    monkeypatch.setattr(place.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
+
+
+def test_a_processor_is_always_here():
+    assert place.find(HardwareConfig(**CPU)).where == "here"
+
+
+def test_gpus_are_here_if_there_are_enough(monkeypatch):
+    monkeypatch.setattr(place, "visible_gpus", lambda: ["0"])
+    assert place.find(HardwareConfig(**ONE)).where == "here"
+    assert place.find(HardwareConfig(**NODE)).where == "nowhere"
+    assert place.find(HardwareConfig(name="two", nodes=2, gpus_per_node=1)).where == "nowhere"
+
+
+def test_slurm_wants_sbatch_and_a_partition(monkeypatch):
+    assert place.find(HardwareConfig(**NODE)).where == "nowhere"
+    with_slurm(monkeypatch)
+    assert place.find(HardwareConfig(**NODE)).where == "slurm"
+    assert place.find(HardwareConfig(**CPU)).where == "here"
+    assert place.find(HardwareConfig(**CPU, partition="p")).where == "slurm"
+    assert "names no SLURM partition" in place.find(HardwareConfig(**{**NODE, "partition": None})).why
+
+
+def test_inside_an_allocation_a_job_runs_here(monkeypatch):
+    with_slurm(monkeypatch)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert place.find(HardwareConfig(**NODE)).where == "here"
+
+
+def test_auto_runs_or_says_why_it_cannot(monkeypatch):
+    assert place.resolve(job(CPU)).mode == "run"
+    with pytest.raises(ConfigError, match=r"auto would simulate, because hardware=h20x8 wants 8 GPUs, 0 visible here"):
+        place.resolve(job(NODE))
+
+
+def test_run_without_the_hardware_names_what_is_missing():
+    with pytest.raises(ConfigError, match=r"mode=run: hardware=cuda wants 1 GPU, 0 visible here and .*partition"):
+        place.resolve(job(ONE, mode="run"))
+    with pytest.raises(ConfigError, match=r"4 nodes with 8 GPUs each"):
+        place.resolve(job({**NODE, "nodes": 4}, mode="run"))
+
+
+@pytest.mark.parametrize("mode", ["simulate", "emulate"])
+def test_modes_to_come_say_what_works(mode):
+    with pytest.raises(ConfigError, match=f"cannot {mode} yet; model=qwen3_6_tiny hardware=cpu works"):
+        place.resolve(job(CPU, mode=mode))
+
+
+def test_several_ranks_are_not_started_by_a_version_that_has_one(monkeypatch):
+    with_slurm(monkeypatch)
+    with pytest.raises(ConfigError, match="8 ranks and this version computes on one"):
+        place.resolve(job(NODE))
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [(None, ["0", "1", "10"]), ("", []), ("-1", []), ("2,3", ["2", "3"]), ("0,1,2,3,4", ["0", "1", "2"])],
+)
+def test_visible_gpus(tmp_path, monkeypatch, named, seen):
+    monkeypatch.undo()
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environment = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
+    assert place.visible_gpus(environment, tmp_path) == seen
