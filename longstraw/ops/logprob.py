@@ -26,6 +26,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # the loss seldom reads the entropy
         inner = torch.promote_types(hidden.dtype, torch.float32)
         logprob, entropy, lse = (hidden.new_empty(len(hidden), dtype=inner) for _ in range(3))
         for rows in _tiles(len(hidden), POSITION_TILE):
@@ -49,10 +50,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         """Per logit z_j of probability p_j: (1[j = target] - p_j) for the log-probability, -p_j (log p_j + H) for H."""
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         inner = lse.dtype
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(lse)
         grad_hidden = torch.zeros_like(hidden, dtype=inner) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=inner) if ctx.needs_input_grad[1] else None
         for rows in _tiles(len(hidden), POSITION_TILE):
@@ -61,8 +66,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 tile = weight[columns].to(inner)
                 logs = (x @ tile.T).sub_(lse[rows, None])
                 grad = logs.exp()
-                grad.mul_(logs.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad_logprob[rows, None]))
-                grad.neg_()
+                if grad_entropy is None:
+                    grad.mul_(-grad_logprob[rows, None])
+                else:
+                    logs.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(grad_logprob[rows, None])
+                    grad.mul_(logs.neg_())
                 if grad_hidden is not None:
                     grad_hidden[rows] += grad @ tile
                 if grad_weight is not None:
