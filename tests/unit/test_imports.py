@@ -21,7 +21,7 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"simulate"},
     {"schema", "provenance", "place", "progress"},
     {"record", "data", "checkpoint"},
-    {"train", "table"},
+    {"observe", "train", "table"},
     {"job", "watch"},
     {"launch"},
     {"run", "overrides", "audit", "selfcheck", "status", "plan"},
