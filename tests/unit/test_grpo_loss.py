@@ -91,17 +91,20 @@ def test_on_policy_value_and_gradient_by_hand():
 @pytest.mark.parametrize(
     ("advantage", "ratio", "value", "passes"),
     [
-        (1.0, 1.5, 1.2, False),  # clipped above
+        (1.0, 1.5, 1.3, False),  # clipped above
+        (1.0, 1.25, 1.25, True),
         (1.0, 0.5, 0.5, True),  # a good token that became less likely may come back
         (-1.0, 1.5, -1.5, True),
-        (-1.0, 0.5, -0.8, False),  # clipped below
-        (1.0, 1.1, 1.1, True),
+        (-1.0, 0.5, -0.9, False),  # clipped below
+        (-1.0, 0.95, -0.95, True),
         (0.0, 1.5, 0.0, False),
     ],
 )
 def test_clip_side_by_hand(advantage, ratio, value, passes):
     old = torch.tensor([-2.0], dtype=torch.float64)
-    branch, grad = loss_and_grad([-2.0 + math.log(ratio)], advantage=advantage, old_logprobs=old)
+    algorithm = replace(GRPO, clip_low=0.1, clip_high=0.3)
+    start = [-2.0 + math.log(ratio)]
+    branch, grad = loss_and_grad(start, advantage=advantage, algorithm=algorithm, old_logprobs=old)
     assert float(branch.loss) == pytest.approx(-value)
     assert (float(grad) != 0) == passes
     assert int(branch.statistics.clipped) == int(not passes and advantage != 0)

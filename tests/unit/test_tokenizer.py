@@ -27,6 +27,8 @@ def folder(tmp_path_factory):
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
     inner.train_from_iterator(["The magic number of the import self return number is 12 34 56."] * 50, trainer)
+    first = ("<|user|>", inner.token_to_id("<|user|>"))  # a token that many tokenizers put before any text
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<|user|> $A", special_tokens=[first])
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE, bos_token="<|user|>")
     path = tmp_path_factory.mktemp("checkpoint")
     wrapped.save_pretrained(path)
