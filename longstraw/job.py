@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError, from_dict
+from longstraw.failures import describe, status_of
 from longstraw.provenance import startup_facts
 from longstraw.record import append_row
 from longstraw.schema import RecordError, constant_keys
@@ -48,23 +49,6 @@ def execute(run_dir: str | Path) -> None:
 def rank() -> int:
     """Return this process's rank as SLURM or torchrun tell it; 0 without either."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
-
-
-def status_of(error: BaseException) -> str:
-    """Return the record's status for an exception: ``oom`` or ``error``."""
-    return "oom" if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else "error"
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception in one line; a message meant for the user stands alone, without the class's name."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return text if text and is_users(error) else f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def is_users(error: BaseException) -> bool:
-    """Return whether an exception speaks of what the user wrote: configuration, data, files."""
-    return isinstance(error, ValueError | OSError) or status_of(error) == "oom"
 
 
 def leave_word(folder: Path, status: str, reason: str, attempt: int | None = None) -> None:

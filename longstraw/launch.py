@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_composed, from_dict, to_dict
-from longstraw.job import describe, execute, is_users, leave_word, write_json
+from longstraw.failures import describe, is_users
+from longstraw.job import execute, leave_word, write_json
 from longstraw.place import Place, find, resolve, visible_gpus
 from longstraw.table import last_row, read_json, table
 from longstraw.watch import Line, Screen, shown

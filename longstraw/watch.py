@@ -46,7 +46,8 @@ class Line:
         if not {"verb", "done", "total"} <= set(now):
             return "starting"
         step, verb, done, total = now.get("step", 0), now["verb"], now["done"], now["total"]
-        text = f"step {step + 1}/{self.steps}  {verb} {done:,}/{total:,}"
+        counts = f" {done:,}/{total:,}" if total else ""
+        text = f"step {step + 1}/{self.steps}  {verb}{counts}"
         return text + self._left((step, verb), done, total)
 
     def _left(self, verb: tuple[Any, ...], done: float, total: float) -> str:

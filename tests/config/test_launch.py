@@ -11,7 +11,8 @@ import pytest
 
 from longstraw import launch, place, run, watch
 from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict, load_model_config, to_dict
-from longstraw.job import describe, leave_word, rank, status_of
+from longstraw.failures import describe, status_of
+from longstraw.job import leave_word, rank
 from longstraw.table import last_row, read_rows, table
 
 CPU = {"name": "cpu", "backend": "cpu"}
