@@ -115,7 +115,7 @@ def prefill(
             _, updates = model(tokens, [s.leaves(s.positions, grad=False) for s in states], state_only=True)
             for state, update in zip(states, updates, strict=True):
                 state.absorb(update, len(tokens))
-            del updates
+            del updates, update  # the loop's name too: it would keep the last layer's rows over the next chunk
             observer.holds(states)
             observer.advance(len(tokens))
     return retained
@@ -176,7 +176,7 @@ def replay(
             branch.loss.backward()
             losses.append(branch.loss.detach())
             logprobs.append(lp.detach().cpu())
-            entropies.append(entropy.detach().sum() if mask is None else entropy.detach()[mask.to(device)].sum())
+            entropies.append(_kept_sum(entropy.detach(), mask))
             statistics.append(branch.statistics)
             del branch, lp, entropy  # the graph ends here
             observer.advance(len(response))
@@ -334,6 +334,12 @@ def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) ->
     past = [state.leaves(retained.positions, grad) for state in retained.states]
     hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
     return model.logprobs(hidden, response)
+
+
+def _kept_sum(values: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return values.sum()
+    return torch.where(mask.to(values.device), values, torch.zeros_like(values)).sum()
 
 
 def _each(values: list[Tensor] | None, group: Group) -> Sequence[Tensor | None]:

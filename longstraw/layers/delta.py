@@ -64,6 +64,7 @@ class GatedDeltaNet(nn.Module):
         inner = past["recurrent"].dtype
         decay = -self.A_log.to(inner).exp() * F.softplus(self.in_proj_a(x).to(inner) + self.dt_bias.to(inner))
         out, recurrent = self.ops.delta(q, k, v, decay, self.in_proj_b(x).sigmoid(), past["recurrent"])
+        del mixed, q, k, v, decay  # without a graph, nothing else holds them
         out = self.norm(out, self.in_proj_z(x).unflatten(-1, (self.value_heads, -1)))
         return self.out_proj(out.flatten(1)), {"recurrent": recurrent, "tail": tail}
 

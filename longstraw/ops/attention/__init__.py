@@ -72,6 +72,7 @@ class _SplitAttention(torch.autograd.Function):
         for rows in _tiles(len(past[0])):
             key, value = (x[rows].to(inner) for x in past)
             _merge(out, lse, *parts.part_forward(queries, key, value, causal=False, scale=scale))
+            del key, value  # gone before the next tile's are made
         out = _by_tokens(out).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.past, ctx.grads, ctx.scale, ctx.parts = past, grads, scale, parts
@@ -94,6 +95,7 @@ class _SplitAttention(torch.autograd.Function):
             grad_q += tile_q
             for buffer, tile in zip(ctx.grads, tile_rows, strict=True):
                 _add_rows(buffer, tile, rows.start - len(ctx.past[0]))
+            del tile_q, tile_rows, tile  # gone before the next tile's are made
         return _by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 

@@ -24,7 +24,7 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         joined = torch.cat([tail.to(x.dtype), x])
         ctx.save_for_backward(joined, weight)
-        return F.silu(_convolve(joined, weight)).to(x.dtype), joined[len(x) :].clone()
+        return F.silu(_convolve(joined, weight), inplace=True).to(x.dtype), joined[len(x) :].clone()
 
     @staticmethod
     @once_differentiable

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-INNER = 64  # positions solved at a time; prompt chunks are cut at multiples of it
+from longstraw.config import INNER_CHUNK as INNER
+
 SEGMENT = 512  # positions whose intermediates are alive at a time
 
 
@@ -87,9 +88,12 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     values, keys = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split(
         [v.shape[-1], width], -1
     )
+    del lower, right, v, beta  # where no graph holds them, they need not outlive their use
     scores = (q @ k.mT) * decay
+    del decay
     queries, last = q * grown, total[..., -1:]
     keys_left = k * (last - total).exp().unsqueeze(-1)
+    del q, k, grown
     kept = last.exp().unsqueeze(-1)
 
     state = state.unflatten(0, (key_heads, -1))
