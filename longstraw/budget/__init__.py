@@ -1,0 +1,160 @@
+"""Bytes and arithmetic of a step, in closed form from its configuration; no tensor is made and no model built.
+
+``predict`` answers what ``memory.MemoryMeter`` counts. Parameters, gradients, optimizer, state, its gradient and the
+snapshots are exact. Activations are the largest of the moments that each architecture's module names: inside the delta
+rule's backward, in the feed-forward's, in the head's. Those of low-rank adapters are left out of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longstraw.budget import qwen3_6
+from longstraw.budget.flops import step_flops
+from longstraw.budget.sizes import BLOCK, ITEM, TOKEN, Lengths, Shape, StateShapes, rounded, tensors
+from longstraw.config import RunConfig
+from longstraw.model_config import ModelConfig, Qwen36Config
+
+__all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
+
+SCALAR = BLOCK  # a tensor of one number takes a whole block
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most bytes a step holds, at which verb and of what, and the most of each verb."""
+
+    peak: int
+    verb: str
+    by_kind: dict[str, int]  # at the peak; the kinds of ``memory.KINDS``
+    by_verb: dict[str, int]
+
+
+def predict(
+    config: RunConfig,
+    *,
+    prompt_positions: int,
+    response_positions: int,
+    group_size: int | None = None,
+    optimizer_held: bool | None = None,
+) -> Prediction:
+    """Return the bytes that one step of ``config`` holds on one rank at most.
+
+    ``prompt_positions`` include the last prompt token, which is replayed; ``response_positions`` are those of the
+    longest response. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the
+    largest step of the job.
+    """
+    lengths = _lengths(config, prompt_positions, response_positions, group_size or config.group_size)
+    held = config.steps > 1 if optimizer_held is None else optimizer_held
+    state, activations = _model_terms(config.model, lengths)
+    trained, frozen = trained_shapes(config)
+    optimizer = optimizer_bytes(config, trained)
+    still = {
+        "parameters": frozen + sum(rounded(size) for size in map(_bytes_of, trained)),
+        "gradients": 0,
+        "optimizer": optimizer if held else 0,
+        "retained": state.rows(lengths) + state.carried(lengths),
+        "state_gradient": 0,
+        "snapshots": 0,
+        "activations": results_bytes(lengths),
+        "inputs": rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN),
+    }
+    gradients = sum(rounded(size) for size in map(_bytes_of, trained))
+    snapshots = {"snapshots": lengths.snapshots * state.carried(lengths)}
+    learning = {
+        "gradients": gradients,
+        "state_gradient": state.row_gradients(lengths) + state.carried_gradients(lengths),
+    }
+    by_verb: dict[str, dict[str, int]] = {
+        "prefill": still | snapshots | _more(still, activations["prefill"]),
+        "replay": still | snapshots | learning | _more(still, activations["replay"]),
+        "optimizer": still | learning | {"optimizer": optimizer} | _more(still, clipping_bytes(len(trained))),
+    }
+    if config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef:
+        by_verb["score"] = still | snapshots | _more(still, activations["score"])
+    if lengths.graded:
+        spent = {"retained": state.rows(lengths)}  # the final summaries are not needed any more
+        by_verb["prompt_backward"] = still | snapshots | learning | spent | _more(still, activations["prompt_backward"])
+    totals = {verb: sum(kinds.values()) for verb, kinds in by_verb.items()}
+    verb = max(totals, key=totals.__getitem__)
+    return Prediction(totals[verb], verb, by_verb[verb], totals)
+
+
+def _more(still: dict[str, int], activations: int) -> dict[str, int]:
+    return {"activations": still["activations"] + activations}
+
+
+def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengths:
+    retained, window, item = prompt - 1, config.prompt_grad_window, ITEM[config.model.dtype]
+    grad_from: int | None = None
+    if config.prompt_grad == "exact" and window != 0 and retained:  # as step.gradient_start
+        grad_from = 0 if window is None else max(retained - window, 0) // config.chunk * config.chunk
+    return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]))
+
+
+def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, dict[str, int]]:
+    assert isinstance(model, Qwen36Config)
+    return qwen3_6.state_shapes(model), qwen3_6.Activations(model, lengths).verbs()
+
+
+def parameter_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Yield name and shape of every parameter of ``model`` without adapters."""
+    assert isinstance(model, Qwen36Config)
+    yield from qwen3_6.parameter_shapes(model)
+
+
+# Targets of an adapter that names none, as ``models.adapter`` has them
+LORA_TARGETS = {
+    "qwen3_6": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("in_proj_qkv", "in_proj_z", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ),
+    "glm_5_2": (
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ),
+}
+
+
+def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
+    """Return what is trained, each with the bytes of a number, and the bytes of what is frozen."""
+    item = ITEM[config.model.dtype]
+    shapes = list(parameter_shapes(config.model))
+    if config.adapter.name == "none":
+        return [(shape, item) for _, shape in shapes], 0
+    targets, rank = config.adapter.targets or LORA_TARGETS[config.model.architecture], config.adapter.rank
+    adapted = [
+        shape
+        for name, shape in shapes
+        if any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
+    ]
+    wide = max(item, ITEM["float32"])
+    pairs = [(pair, wide) for outer, inner in adapted for pair in ((rank, inner), (outer, rank))]
+    return pairs, tensors([shape for _, shape in shapes], item)
+
+
+def _bytes_of(trained: tuple[Shape, int]) -> int:
+    shape, item = trained
+    size = item
+    for length in shape:
+        size *= length
+    return size
+
+
+def optimizer_bytes(config: RunConfig, trained: list[tuple[Shape, int]]) -> int:
+    """Return the bytes of AdamW's state: two moments in the parameter's dtype and a step count for each tensor."""
+    if config.optimizer.name == "none":
+        return 0
+    return sum(2 * rounded(size) + SCALAR for size in map(_bytes_of, trained))
+
+
+def clipping_bytes(tensors: int) -> int:
+    """Return the bytes of the norms of all gradients: one number a tensor, and all of them together."""
+    return tensors * SCALAR + 4 * SCALAR
+
+
+def results_bytes(lengths: Lengths) -> int:
+    """Return the bytes of what a branch leaves: log-probabilities, loss, entropy, two counts."""
+    return lengths.group * (rounded(lengths.response * lengths.inner) + 4 * SCALAR)

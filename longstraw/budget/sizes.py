@@ -1,0 +1,79 @@
+"""What both architectures count with: bytes of a number, rounding, and the lengths of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+BLOCK = 512  # what an allocation is rounded up to, as in ``memory``
+ITEM = {"float64": 8, "float32": 4, "bfloat16": 2}
+TOKEN = 8  # int64
+
+Shape = tuple[int, ...]
+
+
+def rounded(size: int) -> int:
+    """Return ``size`` bytes rounded up as an allocation is."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def tensors(shapes: Iterable[Shape], item: int) -> int:
+    """Return the bytes of one tensor of each shape."""
+    return sum(rounded(prod(shape) * item) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The positions of one run, the bytes of its dtypes, and how far the prompt's gradient reaches."""
+
+    retained: int  # prompt positions whose state is kept
+    response: int
+    group: int
+    chunk: int
+    grad_from: int | None  # the first retained position with a gradient; None: none has one
+    item: int  # bytes of a number in the model's dtype
+    inner: int  # in the inner dtype, at least float32
+
+    @property
+    def longest_chunk(self) -> int:
+        return min(self.chunk, self.retained)
+
+    @property
+    def graded(self) -> int:
+        """Prompt positions that the prompt backward evaluates again."""
+        return 0 if self.grad_from is None else self.retained - self.grad_from
+
+    @property
+    def snapshots(self) -> int:
+        """States at chunk borders from which a chunk is evaluated again."""
+        return -(-self.graded // self.chunk)
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """What the layers retain: rows a position, with and without gradient, and summaries of fixed size."""
+
+    learnt_rows: tuple[Shape, ...] = ()
+    frozen_rows: tuple[Shape, ...] = ()
+    summaries: tuple[Shape, ...] = ()  # in the inner dtype
+    tails: tuple[Shape, ...] = ()  # in the model's
+
+    def rows(self, lengths: Lengths) -> int:
+        """Return the bytes of all rows."""
+        every = self.learnt_rows + self.frozen_rows
+        return tensors([(lengths.retained, *row) for row in every], lengths.item)
+
+    def carried(self, lengths: Lengths) -> int:
+        """Return the bytes of the summaries of one chunk border."""
+        return tensors(self.summaries, lengths.inner) + tensors(self.tails, lengths.item)
+
+    def row_gradients(self, lengths: Lengths) -> int:
+        """Return the bytes of the rows' gradient buffers."""
+        if not lengths.graded:
+            return 0
+        return tensors([(lengths.graded, *row) for row in self.learnt_rows], lengths.inner)
+
+    def carried_gradients(self, lengths: Lengths) -> int:
+        """Return the bytes of the gradient of the summaries of one border."""
+        return tensors(self.summaries + self.tails, lengths.inner) if lengths.graded else 0
