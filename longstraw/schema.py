@@ -81,6 +81,7 @@ KEYS = _keys("""
     replayed_positions             int    evaluated with autograd, over all responses
     scored_positions               int    evaluated without a graph for old or reference log-probabilities
     recomputed_positions           int    prompt positions evaluated again by the prompt backward
+    recompute_difference           float  largest difference of a state evaluated again from the one retained
     chunk                          int    prompt positions evaluated at a time, over all ranks
     prompt_grad                    str    detached or exact
     prompt_grad_window             int    prompt positions the gradient walks back through; null: all of them
@@ -211,7 +212,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "algorithm": config.algorithm.name,
         "data": config.data.name,
         "dtype": config.model.dtype,
-        "rope_scaling": plain(getattr(config.model, "rope_scaling", None)),
+        "rope_scaling": None if config.model.rope_scaling.factor == 1 else plain(vars(config.model.rope_scaling)),
         "hardware": config.hardware.name,
         "world_size": config.hardware.world_size,
         "nodes": config.hardware.nodes,

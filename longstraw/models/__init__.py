@@ -49,13 +49,17 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     backend: str | None = None,
+    config: ModelConfig | None = None,
     **overrides: Any,
 ) -> Decoder:
     """Return the model of a checkpoint folder in transformers' format: ``config.json`` and safetensors.
 
-    ``dtype`` is by default the one the checkpoint's config names. ``overrides`` change fields of its configuration.
+    ``config`` is by default read from the folder, with ``overrides`` of its fields; ``dtype`` by default what it names.
     """
-    config = read_model_config(folder, **overrides)
+    if config is None:
+        config = read_model_config(folder, **overrides)
+    elif overrides:
+        raise TypeError(f"load_model: config is given, so {', '.join(overrides)} belongs into it")
     device = torch.device(device)
     with torch.device("meta"):
         decoder = _ARCHITECTURES[config.architecture].build(config, _ops(backend, device))
@@ -78,4 +82,4 @@ def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     choose("dtype", dtype or config.dtype, DTYPES)
-    return getattr(torch, dtype or config.dtype)  # type: ignore[no-any-return]
+    return getattr(torch, dtype or config.dtype)

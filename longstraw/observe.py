@@ -1,0 +1,114 @@
+"""What watches a step from outside: clock, peaks of memory, and a progress file for whoever looks on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from longstraw.memory import MemoryMeter
+from longstraw.state import RetainedState
+from longstraw.step import Observer
+
+PROGRESS_SECONDS = 0.5  # between two writes of the progress file
+
+
+class Progress:
+    """``progress.json`` in a run's folder: verb, positions done and in all, and step. Written whole or not at all."""
+
+    def __init__(self, path: Path):
+        self.path, self.step = path, 0
+        self._verb, self._done, self._total, self._written = "", 0, 0, 0.0
+
+    def start(self, verb: str, total: int) -> None:
+        self._verb, self._done, self._total = verb, 0, total
+        self._write()
+
+    def advance(self, positions: int) -> None:
+        self._done += positions
+        if time.monotonic() - self._written >= PROGRESS_SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        content = {"step": self.step, "verb": self._verb, "done": self._done, "total": self._total}
+        try:
+            beside.write_text(json.dumps(content))
+            os.replace(beside, self.path)
+        except OSError:  # somebody to look at it is no reason to stop
+            beside.unlink(missing_ok=True)
+
+
+class Peaks:
+    """The peak of a step whose measuring is interrupted."""
+
+    def __init__(self, meter: MemoryMeter):
+        self.meter = meter
+        self.start()
+
+    def start(self) -> None:
+        self.meter.reset_peak()
+        self.peak, self.verb = 0, ""
+        self.by_kind: dict[str, int] = {}
+        self.by_verb: dict[str, int] = {}
+
+    def collect(self) -> None:
+        """Take over the meter's peaks where they are higher."""
+        for verb, peak in self.meter.peak_by_verb.items():
+            self.by_verb[verb] = max(peak, self.by_verb.get(verb, 0))
+        if self.meter.peak > self.peak:
+            self.peak, self.verb = self.meter.peak, self.meter.peak_verb
+            self.by_kind = self.meter.peak_bytes_by_kind
+
+
+class Watch(Observer):
+    """Hands what the step tells to the meter, the clock and the progress file."""
+
+    def __init__(self, meter: MemoryMeter, progress: Progress):
+        self.meter, self.progress, self.peaks = meter, progress, Peaks(meter)
+        self.seconds: dict[str, float] = {}
+        self.most: dict[str, int] = {}  # the most bytes that a kind held at the ends of chunks and branches
+
+    def start(self) -> None:
+        """Begin a step: clocks at zero, peaks from what is held now."""
+        self.seconds, self.most = {}, {}
+        self.peaks.start()
+
+    @contextmanager
+    def verb(self, name: str, positions: int) -> Iterator[None]:
+        self.progress.start(name, positions)
+        begun = time.perf_counter()
+        try:
+            with self.meter.verb(name):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def advance(self, positions: int) -> None:
+        self.progress.advance(positions)
+
+    def holds(self, states: Sequence[RetainedState]) -> None:
+        for state in states:
+            for kind, tensor in state.held():
+                self.meter.tag(kind, tensor)
+        self.note()
+
+    def note(self) -> None:
+        """Note what each kind holds now, if it is more than before."""
+        for kind, size in self.meter.bytes_by_kind().items():
+            self.most[kind] = max(size, self.most.get(kind, 0))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave what happens inside out of the step's clock and peak: it measures the step, it is no part of it."""
+        seconds, most = dict(self.seconds), dict(self.most)
+        self.peaks.collect()
+        try:
+            yield
+        finally:
+            self.seconds, self.most = seconds, most
+            self.meter.reset_peak()

@@ -1,0 +1,122 @@
+"""The loop: records of real steps of the tiny model, in this process."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.schema import KEYS, numbers
+from longstraw.train import run_job
+
+SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
+
+
+def job(**changes):
+    values = {
+        "model": to_dict(load_model_config("qwen3_6_tiny", **SMALL)),
+        "hardware": {"name": "cpu", "backend": "cpu"},
+        "data": {"name": "needle"},
+        "tracking": {"mode": "disabled"},
+        "context": 320,
+        "response_length": 24,
+        "chunk": 128,
+        "optimizer": {"lr": 1e-3},
+    }
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
+    return from_dict(values)
+
+
+def rows(folder):
+    return [numbers(json.loads(line)) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
+def test_a_job_records_every_step(tmp_path, prompt_grad):
+    run_job(job(prompt_grad=prompt_grad, steps=2, group_size=3), tmp_path, run_id="x")
+    first, second = rows(tmp_path)
+    assert list(first) == list(KEYS)
+    assert (first["step"], second["step"], first["status"]) == (0, 1, "ok")
+    assert first["prefilled_positions"] == first["prompt_positions"] - 1 == 320 - 24 - 1
+    assert first["recomputed_positions"] == (first["prefilled_positions"] if prompt_grad == "exact" else 0)
+    assert first["recompute_difference"] == (0.0 if prompt_grad == "exact" else None)
+    assert 24 < first["replayed_positions"] <= 3 * 24
+    assert sum(first["peak_bytes_by_kind"].values()) == first["peak_allocated_bytes"]
+    assert max(first["peak_by_verb"].values()) == first["peak_allocated_bytes"]
+    state = first["prefilled_positions"] * 2 * 2 * 16 * 4  # one full layer: key and value of two heads, 16 wide, fp32
+    assert first["retained_bytes_by_kind"]["key"] + first["retained_bytes_by_kind"]["value"] == state
+    gradient = -(-state // 1024) * 1024
+    assert (first["state_gradient_bytes"] >= gradient) == (prompt_grad == "exact")
+    assert first["gradient_bytes"] == first["parameter_bytes"]
+    assert first["grad_norm"] > 0 == first["logprob_drift"]
+    assert second["entropy"] != first["entropy"]  # the step changed the model
+
+
+def test_drift_is_zero_on_a_fresh_state_and_not_on_a_stale_one(tmp_path):
+    config = job(steps=3, refresh_every=2, algorithm={"old_logprobs": "score"}, optimizer={"lr": 1e-2})
+    run_job(config, tmp_path, run_id="x")
+    fresh, stale, again = rows(tmp_path)
+    assert [row["state_age"] for row in (fresh, stale, again)] == [0, 1, 0]
+    assert fresh["logprob_drift"] == fresh["loss_drift"] == again["logprob_drift"] == 0.0
+    assert stale["logprob_drift"] > 1e-3
+    assert stale["loss_drift"] > 1e-3
+    assert stale["prefilled_positions"] == 0 < fresh["prefilled_positions"]
+    assert stale["scored_positions"] == 0 < fresh["scored_positions"]
+
+
+def test_measuring_drift_changes_neither_peak_nor_parameters(tmp_path):
+    for name, measured in (("with", True), ("without", False)):
+        run_job(job(steps=2, refresh_every=2, measure_drift=measured), tmp_path / name, run_id="x")
+    with_drift, without = rows(tmp_path / "with"), rows(tmp_path / "without")
+    assert [row["peak_allocated_bytes"] for row in with_drift] == [row["peak_allocated_bytes"] for row in without]
+    assert [row["grad_norm"] for row in with_drift] == [row["grad_norm"] for row in without]
+    assert without[1]["logprob_drift"] is None
+
+
+def test_kl_is_zero_at_first_and_grows(tmp_path):
+    run_job(job(steps=3, algorithm={"kl_coef": 0.1}, optimizer={"lr": 1e-2}), tmp_path, run_id="x")
+    kl = [row["kl"] for row in rows(tmp_path)]
+    assert kl[0] == 0.0
+    assert kl[2] > 1e-4
+    assert rows(tmp_path)[0]["scored_positions"] == rows(tmp_path)[0]["replayed_positions"]
+
+
+def test_an_adapter_trains_only_itself(tmp_path):
+    pytest.importorskip("peft")
+    run_job(job(adapter={"name": "lora", "rank": 2}, prompt_grad="exact"), tmp_path, run_id="x")
+    row = rows(tmp_path)[0]
+    assert row["frozen"]
+    assert row["trainable_parameters"] < row["parameters"] / 4
+    assert row["gradient_bytes"] < row["parameter_bytes"] / 4
+    assert row["grad_norm"] > 0
+
+
+def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr("longstraw.train.finish_step", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_job(job(), tmp_path, run_id="x")
+    (row,) = rows(tmp_path)
+    assert (row["status"], row["step"]) == ("oom", 0)
+    assert "no memory left" in row["error"]
+    assert row["peak_verb"] == "prefill"
+    assert row["model"] == "qwen3_6_tiny"
+
+
+def test_a_loss_that_is_not_finite_is_recorded_and_ends_the_job(tmp_path):
+    with pytest.raises(ValueError, match="step 1: loss nan"):
+        run_job(job(optimizer={"lr": math.inf}, steps=3), tmp_path, run_id="x")
+    first, second = rows(tmp_path)
+    assert (first["status"], second["status"]) == ("ok", "error")
+    assert math.isnan(second["loss"])
+    assert "no step was taken" in second["error"]
+
+
+def test_progress_is_there_for_others(tmp_path):
+    run_job(job(), tmp_path, run_id="x")
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert set(progress) == {"step", "verb", "done", "total"}
