@@ -52,6 +52,9 @@ class RetainedState(Protocol):
     def cotangent(self, start: int, end: int) -> Tensors:
         """Return, and forget, the gradient owed to the update of positions [start, end)."""
 
+    def freeze(self) -> None:
+        """Keep no gradient: no trained parameter reaches this state."""
+
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes by tensor name, without gradients and snapshots."""
 
@@ -99,6 +102,9 @@ class Appended:
         piece = slice(start - self._grad_from, end - self._grad_from)
         return {name: buffer[piece] for name, buffer in self._grads.items()}
 
+    def freeze(self) -> None:
+        self._learnt = []
+
     def num_bytes(self) -> dict[str, int]:
         return {name: rows.nbytes for name, rows in self._rows.items()}
 
@@ -130,6 +136,7 @@ class Carried:
         """Start from ``initial``, the state before any position; keep snapshots from ``grad_from`` on (None: none)."""
         self.positions = 0
         self._grad_from = grad_from
+        self._frozen = False
         self._snapshots = {0: initial}
         self._grads: Tensors = {}
 
@@ -143,7 +150,7 @@ class Carried:
         if end not in self._snapshots:
             raise IndexError(f"no snapshot stands at position {end}, only at {sorted(self._snapshots)}")
         tensors = {name: tensor.detach() for name, tensor in self._snapshots[end].items()}
-        for name, leaf in tensors.items() if grad else ():
+        for name, leaf in tensors.items() if grad and not self._frozen else ():
             leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._add, name))
         return Past(end, tensors)
 
@@ -151,6 +158,9 @@ class Carried:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}
         owed, self._grads = self._grads, {}  # the border moves left; a new sum begins there
         return owed
+
+    def freeze(self) -> None:
+        self._frozen = True
 
     def num_bytes(self) -> dict[str, int]:
         return {name: tensor.nbytes for name, tensor in self._snapshots[max(self._snapshots)].items()}

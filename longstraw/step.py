@@ -200,14 +200,17 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
             end = min(start + retained.chunk, positions)
             past = [state.leaves(start, grad=start > first) for state in states]
             _, updates = model(retained.prompt[start:end], past, state_only=True)
-            owed = []
+            owed: list[Tensor] = []
+            gradients: list[Tensor] = []
             for state, update in zip(states, updates, strict=True):
                 difference = max(difference, state.difference(update, start, end))
-                gradients = state.cotangent(start, end)
-                owed += [(update[name], g) for name, g in gradients.items() if update[name].requires_grad]
+                for name, gradient in state.cotangent(start, end).items():
+                    if update[name].requires_grad:  # not so below the first trained layer
+                        owed.append(update[name])
+                        gradients.append(gradient)
             del updates, update
             if owed:
-                torch.autograd.backward(*map(list, zip(*owed, strict=True)))
+                torch.autograd.backward(owed, gradients)
             del owed, gradients, past
             observer.holds(states)
             observer.advance(end - start)

@@ -83,10 +83,19 @@ class Decoder(nn.Module):
     def new_states(self, positions: int, grad_from: int | None = None) -> list[RetainedState]:
         """Return an empty state a layer for ``positions`` prompt positions.
 
-        A gradient can be had for positions from ``grad_from`` on; None: for none.
+        A gradient can be had for positions from ``grad_from`` on; None: for none. Layers below the first one with a
+        trained parameter keep none: it would reach nothing.
         """
         dtype = self.lm_head.weight.dtype
-        return [block.mixer.new_state(positions, grad_from=grad_from, dtype=dtype) for block in self._blocks()]
+        states = []
+        trained = any(p.requires_grad for p in self.model.embed_tokens.parameters())
+        for block in self._blocks():
+            state = block.mixer.new_state(positions, grad_from=grad_from, dtype=dtype)
+            trained = trained or any(p.requires_grad for p in block.parameters())
+            if not trained:
+                state.freeze()
+            states.append(state)
+        return states
 
     def forward(
         self, tokens: Tensor, past: Sequence[Past], state_only: bool = False
