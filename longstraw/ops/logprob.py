@@ -20,7 +20,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
 
     ``hidden`` [T, d], ``weight`` [V, d]. Both results carry gradients for ``hidden`` and ``weight``.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, weight, targets)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None]:
         """Per logit z_j of probability p_j: (1[j = target] - p_j) for the log-probability, -p_j (log p_j + H) for H."""

@@ -51,7 +51,7 @@ def attend(
     precede them. ``key_grad``, ``value_grad`` [G, N, D] are buffers for the gradient of the last G retained rows, at
     least float32; the backward adds into them. Without them the retained rows are constants.
     """
-    return _SplitAttention.apply(q, k, v, (past_key, past_value), (key_grad, value_grad), scale, parts)  # type: ignore[no-any-return]
+    return _SplitAttention.apply(q, k, v, (past_key, past_value), (key_grad, value_grad), scale, parts)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         inner = torch.promote_types(q.dtype, torch.float32)
         grad, queries, out = (_by_heads(x.to(inner), k.shape[1]) for x in (grad, q, out))

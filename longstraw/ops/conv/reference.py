@@ -16,7 +16,7 @@ def causal_conv(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor
     ``x`` [T, C] may be shorter than the tail; ``weight`` [C, W], its last tap on the current position; ``tail``
     [W-1, C] the inputs before ``x``. Gradients for all three.
     """
-    return _CausalConv.apply(x, weight, tail)  # type: ignore[no-any-return]
+    return _CausalConv.apply(x, weight, tail)
 
 
 class _CausalConv(torch.autograd.Function):
@@ -28,7 +28,7 @@ class _CausalConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         joined, weight = ctx.saved_tensors
         count, taps = len(grad), weight.shape[1]
         before = _convolve(joined, weight)

@@ -32,7 +32,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     [T, B, V]; ``g`` [T, B] the log decay, at most 0; ``beta`` [T, B]; ``state`` [B, K, V] in the inner dtype, at least
     float32. Value head j reads key head j // R. Gradients for every input, the state's included.
     """
-    return _GatedDeltaRule.apply(q, k, v, g, beta, state)  # type: ignore[no-any-return]
+    return _GatedDeltaRule.apply(q, k, v, g, beta, state)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -43,14 +43,14 @@ class _GatedDeltaRule(torch.autograd.Function):
         for start in range(0, len(out), SEGMENT):
             borders.append(state)
             segment = [x[start : start + SEGMENT] for x in rows]
-            out[start : start + SEGMENT], state = _segment(*segment, state)
+            out[start : start + SEGMENT], state = _segment(*segment, state=state)
         ctx.save_for_backward(*rows, *borders)
         # an output may not be an input: without rows the state passes through
         return out, state.clone() if state is inputs[-1] else state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
         q, k, v, g, beta, *borders = ctx.saved_tensors
         rows = (q, k, v, g, beta)
         grads = [torch.empty_like(x) for x in rows]
@@ -62,6 +62,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             *row_grads, grad_state = torch.autograd.grad(outputs, leaves, (grad_out[piece], grad_state))
             for grad, part in zip(grads, row_grads, strict=True):
                 grad[piece] = part
+            del leaves, outputs, row_grads, part  # gone before the next segment's are made
         return (*grads, grad_state)
 
 
