@@ -29,11 +29,9 @@ DEFAULT_TARGETS = {
         *("in_proj_qkv", "in_proj_z", "out_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     ),
-    "glm_5_2": (
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),  # of dense layers and shared experts
-    ),
+    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
+_ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for the fused experts of transformers' class
 _NAME = "default"  # PEFT's name for the only adapter of a model
 _PREFIX = "base_model.model."
 _FILE = "adapter_model.safetensors"
@@ -51,8 +49,11 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
         return model
     if config.checkpoint is not None:
         return load_adapter(model, config.checkpoint)
+    _refuse_second(model)
     targets = list(config.targets or DEFAULT_TARGETS[model.config.architecture])
     _matched(model, targets)
+    if model.config.architecture == "glm_5_2" and _matching(targets, _ONLY_HERE):
+        log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
     lora = _peft().LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
     return _inject(model, lora, seed)
 
@@ -64,6 +65,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     Raises ``CheckpointError`` for what is no plain LoRA, or does not fit the model.
     """
     folder = Path(folder)
+    _refuse_second(model)
     if not (folder / "adapter_config.json").is_file() or not (folder / _FILE).is_file():
         raise CheckpointError(f"{folder}: not both of adapter_config.json and {_FILE} are there, as PEFT writes them")
     lora = _peft().LoraConfig.from_pretrained(str(folder))
@@ -165,9 +167,12 @@ def _check_plain(folder: Path, lora: Any) -> None:
         lora.lora_dropout = 0.0
 
 
-def _inject(model: Decoder, lora: Any, seed: int) -> Decoder:
+def _refuse_second(model: nn.Module) -> None:
     if any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ConfigError("the model has an adapter already; add it to a freshly loaded one")
+        raise ConfigError("the model has an adapter already; add one to a freshly loaded model")
+
+
+def _inject(model: Decoder, lora: Any, seed: int) -> Decoder:
     lora.inference_mode = False
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
