@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from longstraw.budget import qwen3_6
 from longstraw.budget.flops import step_flops
@@ -18,6 +19,8 @@ from longstraw.model_config import ModelConfig, Qwen36Config
 
 __all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
 
+# as ``memory.KINDS``, which needs torch
+KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
 SCALAR = BLOCK  # a tensor of one number takes a whole block
 
 
@@ -49,40 +52,40 @@ def predict(
     held = config.steps > 1 if optimizer_held is None else optimizer_held
     state, activations = _model_terms(config.model, lengths)
     trained, frozen = trained_shapes(config)
-    optimizer = optimizer_bytes(config, trained)
-    still = {
-        "parameters": frozen + sum(rounded(size) for size in map(_bytes_of, trained)),
-        "gradients": 0,
-        "optimizer": optimizer if held else 0,
-        "retained": state.rows(lengths) + state.carried(lengths),
-        "state_gradient": 0,
-        "snapshots": 0,
-        "activations": results_bytes(lengths),
-        "inputs": rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN),
-    }
-    gradients = sum(rounded(size) for size in map(_bytes_of, trained))
-    snapshots = {"snapshots": lengths.snapshots * state.carried(lengths)}
-    learning = {
-        "gradients": gradients,
-        "state_gradient": state.row_gradients(lengths) + state.carried_gradients(lengths),
-    }
-    by_verb: dict[str, dict[str, int]] = {
-        "prefill": still | snapshots | _more(still, activations["prefill"]),
-        "replay": still | snapshots | learning | _more(still, activations["replay"]),
-        "optimizer": still | learning | {"optimizer": optimizer} | _more(still, clipping_bytes(len(trained))),
+    sizes = [rounded(prod(shape) * item) for shape, item in trained]
+    optimizer = optimizer_bytes(config, sizes)
+    inputs = rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN)
+    carried = state.carried(lengths)
+
+    def held_with(verb_activations: int, snapshots: int = 0, **more: int) -> dict[str, int]:
+        kinds = dict.fromkeys(KINDS, 0) | {"parameters": frozen + sum(sizes), "inputs": inputs}
+        kinds |= {"optimizer": optimizer if held else 0, "retained": state.rows(lengths) + carried}
+        return kinds | {"activations": verb_activations, "snapshots": snapshots * carried} | more
+
+    left = results_bytes(lengths)
+    owed = state.row_gradients(lengths) + state.carried_gradients(lengths)
+    learning = {"gradients": sum(sizes), "state_gradient": owed}
+    moments = {
+        "prefill": [held_with(activations.prefill(count), before) for count, before in lengths.chunks(0)],
+        "replay": [held_with(activations.replay() + left, lengths.snapshots, **learning)],
+        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, **learning | {"optimizer": optimizer})],
     }
     if config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef:
-        by_verb["score"] = still | snapshots | _more(still, activations["score"])
-    if lengths.graded:
-        spent = {"retained": state.rows(lengths)}  # the final summaries are not needed any more
-        by_verb["prompt_backward"] = still | snapshots | learning | spent | _more(still, activations["prompt_backward"])
-    totals = {verb: sum(kinds.values()) for verb, kinds in by_verb.items()}
-    verb = max(totals, key=totals.__getitem__)
-    return Prediction(totals[verb], verb, by_verb[verb], totals)
+        moments["score"] = [held_with(activations.score() + left, lengths.snapshots)]
+    if lengths.grad_from is not None:
+        spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more
+        moments["prompt_backward"] = [
+            held_with(activations.prompt_backward(count) + left, before + 1, **spent)
+            for count, before in lengths.chunks(lengths.grad_from)
+        ]
+    highest = {verb: max(kinds, key=total) for verb, kinds in moments.items() if kinds}
+    verb = max(highest, key=lambda name: total(highest[name]))
+    return Prediction(total(highest[verb]), verb, highest[verb], {name: total(x) for name, x in highest.items()})
 
 
-def _more(still: dict[str, int], activations: int) -> dict[str, int]:
-    return {"activations": still["activations"] + activations}
+def total(kinds: dict[str, int]) -> int:
+    """Return the bytes of all kinds."""
+    return sum(kinds.values())
 
 
 def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengths:
@@ -93,9 +96,9 @@ def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengt
     return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]))
 
 
-def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, dict[str, int]]:
+def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, qwen3_6.Activations]:
     assert isinstance(model, Qwen36Config)
-    return qwen3_6.state_shapes(model), qwen3_6.Activations(model, lengths).verbs()
+    return qwen3_6.state_shapes(model), qwen3_6.Activations(model, lengths)
 
 
 def parameter_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -131,23 +134,15 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
         if any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
     ]
     wide = max(item, ITEM["float32"])
-    pairs = [(pair, wide) for outer, inner in adapted for pair in ((rank, inner), (outer, rank))]
+    pairs: list[tuple[Shape, int]] = [
+        (pair, wide) for outer, inner in adapted for pair in ((rank, inner), (outer, rank))
+    ]
     return pairs, tensors([shape for _, shape in shapes], item)
 
 
-def _bytes_of(trained: tuple[Shape, int]) -> int:
-    shape, item = trained
-    size = item
-    for length in shape:
-        size *= length
-    return size
-
-
-def optimizer_bytes(config: RunConfig, trained: list[tuple[Shape, int]]) -> int:
-    """Return the bytes of AdamW's state: two moments in the parameter's dtype and a step count for each tensor."""
-    if config.optimizer.name == "none":
-        return 0
-    return sum(2 * rounded(size) + SCALAR for size in map(_bytes_of, trained))
+def optimizer_bytes(config: RunConfig, sizes: list[int]) -> int:
+    """Return the bytes of AdamW's state: two moments as large as the parameter and a step count for each tensor."""
+    return 0 if config.optimizer.name == "none" else sum(2 * size + SCALAR for size in sizes)
 
 
 def clipping_bytes(tensors: int) -> int:

@@ -58,7 +58,7 @@ def pass_flops(model: ModelConfig, start: int, end: int) -> float:
     return (end - start) * per_position + full * attention_flops(model, start, end)
 
 
-def linear_flops(model: ModelConfig) -> float:
+def linear_flops(model: Qwen36Config) -> float:
     """Return the matrix products with weights, a position: embedding and head are no part of it."""
     shapes = [
         shape for name, shape in qwen3_6.parameter_shapes(model) if name.startswith("model.layers.") and len(shape) == 2
@@ -94,7 +94,7 @@ def attention_flops(model: Qwen36Config, start: int, end: int) -> float:
 def last_block_saving(model: ModelConfig, start: int, end: int) -> float:
     """Return what the last block leaves out where only its state is wanted."""
     assert isinstance(model, Qwen36Config)
-    names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     saved = 0.0
     if model.layer_types[-1] == "full_attention":  # a delta layer's state needs all of its mixer
         names += ("self_attn.q_proj", "self_attn.o_proj")

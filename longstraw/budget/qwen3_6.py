@@ -158,7 +158,7 @@ class Activations:
     def segment_forward(self, count: int) -> int:
         """Decay, its product with keys x keys, and that times beta; inputs as chunks."""
         inputs = (2 * self.delta_keys + self.values + 4 * self.value_heads) * self.f
-        return self._padded(count) * (3 * self.pairs + inputs) + self.summary
+        return self._padded(count) * (3 * self.pairs + inputs)
 
     def segment_backward(self, count: int) -> int:
         """The moment when the gradient of scores = (queries x keys) * decay passes the product.
@@ -173,11 +173,11 @@ class Activations:
         products = 4 * self.delta_keys  # left and right factors of both products, made contiguous
         solved = heads_keys + self.values
         rows = inputs + products + solved + self.values + 3 * heads_keys  # output; gradients of queries, keys
-        return self._padded(count) * (saved + gradients + rows * self.f) + 3 * self.summary
+        return self._padded(count) * (saved + gradients + rows * self.f) + 2 * self.summary
 
     def borders(self, count: int) -> int:
-        """The delta rule's states between segments, the final one included."""
-        return -(-count // SEGMENT) * self.summary
+        """The delta rule's states between segments."""
+        return (-(-count // SEGMENT) - 1) * self.summary
 
     # What a block saves for its backward, bytes a position
 
@@ -246,10 +246,10 @@ class Activations:
         tiles = 2 * rows * columns * self.f + columns * self.d * (self.cast + self.f)
         return saved + gradients + tiles
 
-    def block_backward(self, count: int, past: int, held: int, last: bool) -> int:
-        """Return the most in the backward of the last block of each kind, beside ``held`` bytes.
+    def block_backward(self, count: int, past: int, last: bool) -> int:
+        """Return the most in the backward of the last block of each kind, over ``past`` retained rows.
 
-        ``past`` retained rows that get a gradient; ``last`` whether the last block runs whole.
+        ``last``: whether the last block runs whole.
         """
         moments = []
         kinds = self.model.layer_types
@@ -260,7 +260,7 @@ class Activations:
             number = len(whole) - whole[::-1].index(kind)  # inputs of blocks up to this one
             inputs = count * number * self.d * self.w
             moments += [inputs + x for x in self._moments(kind, count, past)]
-        return max(moments, default=0) + held
+        return max(moments, default=0)
 
     def _moments(self, kind: str, count: int, past: int) -> list[int]:
         full = kind == "full_attention"
@@ -285,19 +285,32 @@ class Activations:
 
     # Verbs
 
-    def verbs(self) -> dict[str, int]:
-        """Return the most each verb that evaluates the model holds."""
-        chunk, response, past = self.lengths.longest_chunk, self.lengths.response, self.lengths.retained
-        state = state_shapes(self.model)
-        rows = 2 * self.keys * self.w * self.model.layer_types.count("full_attention")
-        added = chunk * (rows - 2 * self.keys * self.w) + state.carried(self.lengths)
-        branch = response * rows + state.carried(self.lengths)
-        replay = max(self.block_backward(response, past, 0, last=True), self.head_backward(response))
-        again = self.block_backward(min(self.lengths.chunk, self.lengths.graded), past, 0, last=False)
-        owed = min(self.lengths.chunk, self.lengths.graded) * rows + state.carried(self.lengths)
-        return {
-            "prefill": self.forward(chunk, added) if chunk else 0,
-            "score": max(self.forward(response, branch), self.head(response)),
-            "replay": replay,
-            "prompt_backward": again + owed if self.lengths.graded else 0,
-        }
+    @property
+    def rows(self) -> int:
+        """What full attention adds to the state, bytes a position."""
+        return 2 * self.keys * self.w * self.model.layer_types.count("full_attention")
+
+    @property
+    def carried(self) -> int:
+        """What the delta rule's layers add, bytes."""
+        return state_shapes(self.model).carried(self.lengths)
+
+    def prefill(self, count: int) -> int:
+        """Return the most that a chunk of ``count`` positions holds; its last block only makes keys and values."""
+        last = 2 * self.keys * self.w if self.model.layer_types[-1] == "full_attention" else 0
+        return self.forward(count, count * (self.rows - last) + self.carried - self.summary)
+
+    def score(self) -> int:
+        """Return the most that a branch without a graph holds."""
+        count = self.lengths.response
+        return max(self.forward(count, count * self.rows + self.carried), self.head(count))
+
+    def replay(self) -> int:
+        """Return the most that a branch with its backward holds."""
+        count = self.lengths.response
+        return max(self.block_backward(count, self.lengths.retained, last=True), self.head_backward(count))
+
+    def prompt_backward(self, count: int) -> int:
+        """Return the most that a chunk evaluated again holds: all it adds to the state lives as long as its graph."""
+        owed = count * self.rows + self.carried
+        return self.block_backward(count, self.lengths.retained, last=False) + owed

@@ -36,13 +36,22 @@ class Lengths:
     inner: int  # in the inner dtype, at least float32
 
     @property
-    def longest_chunk(self) -> int:
-        return min(self.chunk, self.retained)
-
-    @property
     def graded(self) -> int:
         """Prompt positions that the prompt backward evaluates again."""
         return 0 if self.grad_from is None else self.retained - self.grad_from
+
+    def chunks(self, first: int) -> list[tuple[int, int]]:
+        """Return the chunks from position ``first`` on that may hold the most: the last whole one, and a shorter rest.
+
+        Each with its length and the number of snapshots that stand before its start.
+        """
+        whole, rest = divmod(self.retained - first, self.chunk)
+        counts = [(whole - 1, self.chunk)] * (whole > 0) + [(whole, rest)] * (rest > 0)
+        starts = [(first + number * self.chunk, count) for number, count in counts]
+        return [(count, self._snapshots_before(start)) for start, count in starts]
+
+    def _snapshots_before(self, start: int) -> int:
+        return 0 if self.grad_from is None else max(start - self.grad_from, 0) // self.chunk
 
     @property
     def snapshots(self) -> int:
