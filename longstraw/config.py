@@ -16,6 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from longstraw.model_config import (
     ARCHITECTURES,
     DTYPES,
+    INNER_CHUNK,
     ConfigError,
     ModelConfig,
     Qwen36Config,
@@ -23,6 +24,7 @@ from longstraw.model_config import (
     available,
     choose,
     conf_dir,
+    inner_chunk,
     load_model_config,
     native_length_warning,
     option,
@@ -59,6 +61,7 @@ __all__ = [
     "conf_dir",
     "from_composed",
     "from_dict",
+    "inner_chunk",
     "load_model_config",
     "native_length_warning",
     "option",
@@ -69,7 +72,6 @@ __all__ = [
 
 PROMPT_GRADS = ("detached", "exact")
 MODES = ("auto", "run", "simulate", "emulate")
-INNER_CHUNK = 64  # positions the delta rule solves at a time; prompt chunks are cut at multiples of it
 
 
 @dataclass

@@ -19,6 +19,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 DTYPES = ("float64", "float32", "bfloat16")
 
 
+INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be what the user meant; the message says what would be valid."""
 
@@ -155,6 +158,7 @@ class Glm52Config(ModelConfig):
     rms_norm_eps: float = 1e-5
     latent_norm_eps: float | None = None  # of the two latent norms; None: rms_norm_eps. transformers has 1e-6
     num_attention_heads: int = MISSING
+    num_key_value_heads: int | None = None  # as many as heads: transformers' file says it, latents have none
     q_lora_rank: int = MISSING
     kv_lora_rank: int = MISSING
     qk_nope_head_dim: int = MISSING
@@ -185,6 +189,12 @@ class Glm52Config(ModelConfig):
             self.mlp_layer_types = ["dense" if i < self.first_k_dense_replace else "sparse" for i in layers]
         self.indexer_types = self._of_layers("indexer_types", ("full", "shared"))
         self.mlp_layer_types = self._of_layers("mlp_layer_types", ("dense", "sparse"))
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"model.num_key_value_heads={self.num_key_value_heads} is not num_attention_heads="
+                f"{self.num_attention_heads}; latent attention has one for each"
+            )
         if self.indexer_types[0] != "full":
             raise ConfigError("model.indexer_types[0]='shared': the first layer has no rows to take over; use 'full'")
         at_least("model.index_topk", self.index_topk, 1)
@@ -214,6 +224,14 @@ class Glm52Config(ModelConfig):
 
 ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config, "glm_5_2": Glm52Config}
 _MODEL_TYPES = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6", "glm_moe_dsa": "glm_5_2"}
+
+
+def inner_chunk(key_width: int) -> int:
+    """Return the positions that the delta rule solves at a time: a power of two near the width of a key head.
+
+    Pairs of positions within cost as much as the state then; more of them would be paid for and not be needed.
+    """
+    return min(max(1 << (key_width.bit_length() - 1), 16), INNER_CHUNK)
 
 
 def native_length_warning(config: ModelConfig, context: int) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from longstraw.config import INNER_CHUNK as INNER
+from longstraw.config import inner_chunk
 
 SEGMENT = 512  # positions whose intermediates are alive at a time
 
@@ -43,7 +43,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         for start in range(0, len(out), SEGMENT):
             borders.append(state)
             segment = [x[start : start + SEGMENT] for x in rows]
-            out[start : start + SEGMENT], state = _segment(*segment, state=state)
+            out[start : start + SEGMENT], state = _segment(*[*segment, state])
         ctx.save_for_backward(*rows, *borders)
         # an output may not be an input: without rows the state passes through
         return out, state.clone() if state is inputs[-1] else state
@@ -69,18 +69,18 @@ class _GatedDeltaRule(torch.autograd.Function):
 def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Evaluate one segment; arguments as in ``gated_delta_rule``."""
     count, width, dtype = len(v), state.shape[1], v.dtype
-    inner, key_heads = state.dtype, k.shape[1]
+    inner, key_heads, size = state.dtype, k.shape[1], inner_chunk(width)
 
     def chunks(x: Tensor, at: int) -> Tensor:
         """[T, heads, ...] -> [n, A, R, C, ...]; zeros beyond the end leave the state as it is (k = beta = g = 0)."""
-        x = F.pad(x.to(inner), (0, 0) * (x.dim() - 1) + (0, -count % INNER))
-        x = x.unflatten(0, (-1, INNER)).unflatten(2, (key_heads, -1))
+        x = F.pad(x.to(inner), (0, 0) * (x.dim() - 1) + (0, -count % size))
+        x = x.unflatten(0, (-1, size)).unflatten(2, (key_heads, -1))
         return x.movedim(1, at)
 
     q, k, v, g, beta = chunks(_normalise(q), 3), chunks(_normalise(k), 3), chunks(v, 3), chunks(g, 3), chunks(beta, 3)
     q = q * width**-0.5
     total = g.cumsum(-1)  # log decay from the chunk's start
-    after = torch.ones(INNER, INNER, dtype=torch.bool, device=v.device).triu(1)
+    after = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(after, -torch.inf).exp()
     beta = beta.unsqueeze(-1)
     grown = total.exp().unsqueeze(-1)
