@@ -65,10 +65,14 @@ def predict(
     left = results_bytes(lengths)
     owed = state.row_gradients(lengths) + state.carried_gradients(lengths)
     learning = {"gradients": sum(sizes), "state_gradient": owed}
+    # the update meets the state as the verbs before left it; a prompt backward has spent all but the first border
+    after = {"optimizer": optimizer, "state_gradient": state.row_gradients(lengths)}
+    if lengths.grad_from is not None:
+        after |= {"retained": state.rows(lengths), "snapshots": carried}
     moments = {
         "prefill": [held_with(activations.prefill(count), before) for count, before in lengths.chunks(0)],
         "replay": [held_with(activations.replay() + left, lengths.snapshots, **learning)],
-        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, **learning | {"optimizer": optimizer})],
+        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, **learning | after)],
     }
     if config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef:
         moments["score"] = [held_with(activations.score() + left, lengths.snapshots)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from longstraw.budget import qwen3_6
-from longstraw.config import INNER_CHUNK, RunConfig
+from longstraw.config import RunConfig, inner_chunk
 from longstraw.model_config import ModelConfig, Qwen36Config
 
 # A backward takes twice its forward; with every block evaluated again that makes four passes in all.
@@ -72,7 +72,8 @@ def delta_flops(model: Qwen36Config) -> float:
     By key heads k k^T and q k^T; by value heads the triangular solve of K + V columns (half of the square), states
     read by keys and by queries, what a chunk adds of its own values, and the state's update.
     """
-    chunk, keys, values = INNER_CHUNK, model.linear_key_head_dim, model.linear_value_head_dim
+    keys, values = model.linear_key_head_dim, model.linear_value_head_dim
+    chunk = inner_chunk(keys)
     by_key_head = 2 * 2 * chunk * keys
     by_value_head = chunk * (keys + values) + 2 * 2 * keys * values + 2 * chunk * values + 2 * keys * values
     return float(model.linear_num_key_heads * by_key_head + model.linear_num_value_heads * by_value_head)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longstraw.budget.sizes import Lengths, Shape, StateShapes
-from longstraw.config import INNER_CHUNK
+from longstraw.config import inner_chunk
 from longstraw.model_config import Qwen36Config
 
 SEGMENT = 512  # ops.delta.reference.SEGMENT: positions of the delta rule whose intermediates are alive together
@@ -142,18 +142,22 @@ class Activations:
 
     # The gated delta rule, by segment
 
+    @property
+    def inner_chunk(self) -> int:
+        return inner_chunk(self.model.linear_key_head_dim)
+
     def _padded(self, count: int) -> int:
-        return -(-min(count, SEGMENT) // INNER_CHUNK) * INNER_CHUNK
+        return -(-min(count, SEGMENT) // self.inner_chunk) * self.inner_chunk
 
     @property
     def pairs(self) -> int:
         """Bytes a position of one matrix of pairs of positions, all value heads."""
-        return self.value_heads * INNER_CHUNK * self.f
+        return self.value_heads * self.inner_chunk * self.f
 
     @property
     def key_pairs(self) -> int:
         """The same over key heads."""
-        return self.model.linear_num_key_heads * INNER_CHUNK * self.f
+        return self.model.linear_num_key_heads * self.inner_chunk * self.f
 
     def segment_forward(self, count: int) -> int:
         """Decay, its product with keys x keys, and that times beta; inputs as chunks."""
