@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from longstraw.config import DTYPES, AdapterConfig, AlgorithmConfig, ConfigError, at_least, choose
+from longstraw.config import DTYPES, INNER_CHUNK, AdapterConfig, AlgorithmConfig, ConfigError, at_least, choose
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
-from longstraw.step import gradient_start, grpo_step, prefill
+from longstraw.state import Past
+from longstraw.step import gradient_start, grpo_step
 from longstraw.units import parse_count
 
 MODES = ("exact", "window", "detached")
@@ -69,6 +70,7 @@ class Settings:
     dtype: str = "float64"
     adapter: str = "none"
     device: str = "cpu"
+    backend: str | None = None  # of the ops; None: the device's default
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,6 +78,11 @@ class Settings:
         choose("adapter", self.adapter, ("none", "lora"))
         for key, least in (("prompt", 2), ("response", 1), ("group_size", 2), ("layers", 1), ("window", 1)):
             at_least(key, getattr(self, key), least)
+        if self.chunk < INNER_CHUNK or self.chunk % INNER_CHUNK:
+            raise ConfigError(f"chunk={self.chunk} must be a multiple of {INNER_CHUNK}")
+        choose("device", self.device.partition(":")[0], ("cpu", "cuda"))
+        if self.device != "cpu" and not torch.cuda.is_available():
+            raise ConfigError(f"device={self.device}: this machine has no GPU that PyTorch can use")
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 def build(settings: Settings) -> Decoder:
     """Return the model to audit. An adapter's B, zero in a new one, is drawn so that every parameter matters."""
     cut = {} if settings.layers is None else {"num_hidden_layers": settings.layers}
-    make: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, **cut}
+    make: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "backend": settings.backend, **cut}
     if settings.checkpoint is None:
         model = build_model(settings.model, seed=settings.seed, **make)
     else:
@@ -181,8 +188,11 @@ def whole(model: Decoder, group: Group, first: int) -> Run:
 
 
 def _whole_logprobs(model: Decoder, group: Group, response: Tensor, first: int) -> Tensor:
-    constant = prefill(model, group.prompt[: first + 1], chunk=max(-(-first // 64) * 64, 64))
-    past = [state.leaves(first, grad=False) for state in constant.states]
+    """Return the response's log-probabilities [R] without the step's verbs and its retained state."""
+    past = [state.leaves(0, grad=False) for state in model.new_states(0)]
+    if first:
+        with torch.no_grad():
+            past = [Past(first, update) for update in model(group.prompt[:first], past)[1]]
     hidden, _ = model(torch.cat([group.prompt[first:], response[:-1]]), past)
     logprobs, _ = model.logprobs(hidden[len(group.prompt) - 1 - first :], response)
     return logprobs
@@ -261,7 +271,7 @@ def audit(model: Decoder, settings: Settings) -> tuple[list[Finding], list[tuple
 
 
 def group_rows(runs: dict[str, tuple[Gradients, Gradients]], reference: Gradients) -> list[tuple[str, ...]]:
-    """Return a row a kind of parameter: name, count, relative L2 a mode (exact: and cosine), what detached leaves out."""
+    """Return a row a kind of parameter: name, count, relative L2 a mode (exact: cosine too), detached's from exact."""
     groups: dict[str, list[str]] = {}
     for name in reference:
         groups.setdefault(_group_of(name), []).append(name)
