@@ -126,9 +126,7 @@ def hf_model(folder, seed=0, **overrides):
 
     ours = build_model("glm_5_2_tiny", device="meta").config
     names = GlmMoeDsaConfig().to_dict().keys() & vars(ours).keys() - {"dtype"}
-    sizes = (
-        {name: getattr(ours, name) for name in names} | {"num_key_value_heads": ours.num_attention_heads} | overrides
-    )
+    sizes = {name: getattr(ours, name) for name in names} | overrides
     rope = {"rope_type": "default", "rope_theta": ours.rope_theta}
     model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**sizes, rope_parameters=rope)).float()
     model.config._attn_implementation, model.config._experts_implementation = "eager", "eager"

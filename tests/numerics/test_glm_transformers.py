@@ -5,12 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from glm_helpers import glm_gradients, hf_model, hf_step, rows_chosen, stable_ties
+from glm_helpers import glm_gradients, glm_model, hf_model, hf_step, rows_chosen, stable_ties
 from helpers import furthest, make_group, worst
 
 from longstraw.layers import feedforward
 from longstraw.models import load_model
 from longstraw.models.glm_5_2 import Glm52Block
+from longstraw.models.weights import save_model
 from longstraw.ops.latent import reference
 from longstraw.step import grpo_step
 
@@ -140,3 +141,20 @@ def test_the_epsilon_of_latent_norms_is_a_field(pair, tmp_path):
         target = theirs.model(tokens[None], use_cache=False).last_hidden_state[0]
     assert float((hidden[1e-6] - target).abs().max()) < 1e-4
     assert float((hidden[None] - target).abs().max()) > 1e-3
+
+
+def test_a_model_of_ours_loads_there(tmp_path):
+    """Saved without any checkpoint behind it, the tiny model says all that transformers has to know."""
+    from transformers import GlmMoeDsaForCausalLM
+
+    ours = glm_model(dtype=torch.float32, latent_norm_eps=1e-6)
+    save_model(ours, tmp_path)
+    theirs = GlmMoeDsaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float()
+    tokens = torch.arange(65) % 256
+    with torch.no_grad(), stable_ties():
+        target = theirs.model(tokens[None], use_cache=False).last_hidden_state[0]
+    hidden = rows_chosen(ours, tokens, 64)[1]
+    assert float((hidden - target).abs().max()) < 1e-4
+    with torch.no_grad():
+        ours.model.layers[3].mlp.gate.e_score_correction_bias += torch.arange(8)
+    assert float((rows_chosen(ours, tokens, 64)[1] - target).abs().max()) > 1e-2
