@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstraw.budget import predict, step_flops
 from longstraw.config import RunConfig, native_length_warning, to_dict
 from longstraw.data import Task, build_task
 from longstraw.failures import describe, status_of
@@ -71,6 +72,7 @@ class Trainer:
         """Take one optimizer step and return its record."""
         self.watch.start()
         begun = time.perf_counter()
+        optimizer_held = self.optimizer is not None and bool(self.optimizer.state)  # made by the first step's update
         shared, prefilled, scored = self._prompt(step)
         result = finish_step(
             self.model,
@@ -93,7 +95,7 @@ class Trainer:
         norm = self._update(result.loss)
         seconds += time.perf_counter() - begun
         self.watch.peaks.collect()
-        row = {**self._measured(shared, result), **self._learnt(shared, result), **drift}
+        row = {**self._measured(shared, result, optimizer_held), **self._learnt(shared, result), **drift}
         row |= {"step": step, "status": "ok", "seconds": seconds, "grad_norm": norm}
         if not math.isfinite(norm) or not math.isfinite(row["loss"]):
             row |= {"status": "error", "error": f"loss {row['loss']}, gradient norm {norm}: no step was taken"}
@@ -191,12 +193,23 @@ class Trainer:
                 parameter.grad = None
         return float(norm)
 
-    def _measured(self, shared: Shared, result: StepResult) -> dict[str, Any]:
+    def _measured(self, shared: Shared, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
         peaks = self.watch.peaks
         longest = max(shared.group.response_positions)
         by_kind = self.watch.meter.bytes_by_kind()
+        prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
+        prediction = predict(
+            self.config, prompt_positions=prompt_positions, response_positions=longest, optimizer_held=optimizer_held
+        )
+        flops = step_flops(
+            self.config,
+            prompt_positions=prompt_positions,
+            responses=responses,
+            prefilled=result.prefilled_positions > 0,
+            scored=result.scored_positions // sum(responses),
+        )
         return {
-            "prompt_positions": shared.group.prompt_positions,
+            "prompt_positions": prompt_positions,
             "response_positions": longest,
             "prefilled_positions": result.prefilled_positions,
             "replayed_positions": result.replayed_positions,
@@ -207,8 +220,10 @@ class Trainer:
             "peak_allocated_bytes_by_rank": [peaks.peak],
             "peak_verb": peaks.verb,
             "peak_by_verb": peaks.by_verb,
+            "predicted_peak_bytes": prediction.peak,
             "measured_by": "storages",
             "peak_bytes_by_kind": peaks.by_kind,
+            "predicted_bytes_by_kind": prediction.by_kind,
             "parameter_bytes": by_kind["parameters"],
             "gradient_bytes": self.watch.most["gradients"],
             "optimizer_bytes": by_kind["optimizer"],
@@ -217,6 +232,7 @@ class Trainer:
             "state_gradient_bytes": self.watch.most["state_gradient"],
             "snapshot_bytes": self.watch.most["snapshots"],
             "seconds_by_verb": dict(self.watch.seconds),
+            "flops": flops,
             "recompute_difference": result.recompute_difference,
         }
 
