@@ -35,7 +35,12 @@ def resolve(config: RunConfig) -> Place:
     if config.hardware.world_size > 1:
         raise ConfigError(
             f"hardware={config.hardware.name} has {config.hardware.world_size} ranks and this version computes on one; "
-            f"hardware=cuda takes one GPU; {WORKS}"
+            f"{WORKS}"
+        )
+    if config.hardware.backend != "cpu":
+        raise ConfigError(
+            f"hardware={config.hardware.name}: this version computes on the processor, its GPU kernels are not there "
+            f"yet; {WORKS}"
         )
     return place
 

@@ -76,6 +76,12 @@ def test_several_ranks_are_not_started_by_a_version_that_has_one(monkeypatch):
         place.resolve(job(NODE))
 
 
+def test_a_gpu_is_not_computed_on_by_a_version_without_kernels(monkeypatch):
+    monkeypatch.setattr(place, "visible_gpus", lambda: ["0"])
+    with pytest.raises(ConfigError, match="hardware=cuda: this version computes on the processor"):
+        place.resolve(job(ONE))
+
+
 @pytest.mark.parametrize(
     ("named", "seen"),
     [(None, ["0", "1", "10"]), ("", []), ("-1", []), ("2,3", ["2", "3"]), ("0,1,2,3,4", ["0", "1", "2"])],
