@@ -7,7 +7,7 @@ lives in ``model_config.py`` and is offered here too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -338,7 +338,7 @@ def from_composed(composed: Any) -> RunConfig:
     if config.model.checkpoint is not None:
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
         if config.model.rope_scaling.factor != 1:
-            kept["rope_scaling"] = asdict(config.model.rope_scaling)
+            kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's
         config.model = read_model_config(config.model.checkpoint, **kept)
     return config
 

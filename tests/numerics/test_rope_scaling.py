@@ -7,9 +7,17 @@ import pytest
 import torch
 from glm_helpers import hf_model, hf_step, stable_ties
 from helpers import enlarge, furthest, make_group, take_gradients, tiny_model, worst
+from omegaconf import OmegaConf
 
 from longstraw import grpo_step, load_model
-from longstraw.config import ConfigError, load_model_config, native_length_warning, read_model_config
+from longstraw.config import (
+    ConfigError,
+    from_composed,
+    load_model_config,
+    native_length_warning,
+    option,
+    read_model_config,
+)
 from longstraw.layers.rotary import rotary_angles
 from longstraw.models.weights import save_model
 
@@ -129,6 +137,17 @@ def test_saved_scaling_is_read_back(qwen, tmp_path):
     rope = json.loads((tmp_path / "plain" / "config.json").read_text())["rope_parameters"]
     assert rope["rope_type"] == "default"
     assert "factor" not in rope
+
+
+def test_a_factor_typed_for_a_run_is_of_the_native_length_of_its_checkpoint(tmp_path):
+    """Not of the native length of ``model=``, beside which the folder is named."""
+    save_model(tiny_model(dtype=torch.float32, max_position_embeddings=NATIVE), tmp_path / "model")
+    typed = {**option("model", "qwen3_6_tiny"), "checkpoint": str(tmp_path / "model")}
+    run = {"hardware": option("hardware", "cpu"), "data": option("data", "needle"), "context": 300}
+    for scaling, longest in (({"factor": 3.0}, 3 * NATIVE), ({}, NATIVE)):
+        config = from_composed(OmegaConf.create({**run, "model": {**typed, "rope_scaling": scaling}}))
+        assert config.model.longest_position == longest
+        assert native_length_warning(config.model, config.context) is not None
 
 
 @pytest.mark.parametrize(
