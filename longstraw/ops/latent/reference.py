@@ -36,6 +36,7 @@ def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: flo
         lse[tile] = scores.logsumexp(-1)
         weights = scores.sub_(_finite(lse[tile])).exp_()
         out[tile] = (weights @ gathered[..., :width]).to(out.dtype)
+        del gathered, absent, scores, weights  # before the next tile's are made
     return out, lse
 
 
@@ -76,6 +77,7 @@ def attend_backward(
             _add_rows(new_grad, part, rows[tile] - retained)
             if past_grad is not None:
                 _add_rows(past_grad, part, rows[tile] - (retained - len(past_grad)))
+        del gathered, absent, weights, grad_scores, grad_rows, parts, part
     return grad_q, grad_new[0].to(new[0].dtype), grad_new[1].to(new[1].dtype)
 
 
