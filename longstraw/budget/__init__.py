@@ -57,10 +57,11 @@ def predict(
     inputs = rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN)
     carried = state.carried(lengths)
 
-    def held_with(verb_activations: int, snapshots: int = 0, **more: int) -> dict[str, int]:
+    def held_with(verb_activations: int, snapshots: int = 0, more: dict[str, int] | None = None) -> dict[str, int]:
         kinds = dict.fromkeys(KINDS, 0) | {"parameters": frozen + sum(sizes), "inputs": inputs}
         kinds |= {"optimizer": optimizer if held else 0, "retained": state.rows(lengths) + carried}
-        return kinds | {"activations": verb_activations, "snapshots": snapshots * carried} | more
+        kinds |= {"activations": verb_activations, "snapshots": snapshots * carried}
+        return kinds | (more or {})
 
     left = results_bytes(lengths)
     owed = state.row_gradients(lengths) + state.carried_gradients(lengths)
@@ -71,15 +72,15 @@ def predict(
         after |= {"retained": state.rows(lengths), "snapshots": carried}
     moments = {
         "prefill": [held_with(activations.prefill(count), before) for count, before in lengths.chunks(0)],
-        "replay": [held_with(activations.replay() + left, lengths.snapshots, **learning)],
-        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, **learning | after)],
+        "replay": [held_with(activations.replay() + left, lengths.snapshots, learning)],
+        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, 0, learning | after)],
     }
     if config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef:
         moments["score"] = [held_with(activations.score() + left, lengths.snapshots)]
     if lengths.grad_from is not None:
         spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more
         moments["prompt_backward"] = [
-            held_with(activations.prompt_backward(count) + left, before + 1, **spent)
+            held_with(activations.prompt_backward(count) + left, before + 1, spent)
             for count, before in lengths.chunks(lengths.grad_from)
         ]
     highest = {verb: max(kinds, key=total) for verb, kinds in moments.items() if kinds}

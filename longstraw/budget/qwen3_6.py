@@ -140,44 +140,66 @@ class Activations:
         """Bytes of one recurrent state."""
         return self.values * self.model.linear_key_head_dim * self.f
 
-    # The gated delta rule, by segment
+    # The gated delta rule, a segment in inner chunks
 
     @property
-    def inner_chunk(self) -> int:
+    def inner(self) -> int:
         return inner_chunk(self.model.linear_key_head_dim)
-
-    def _padded(self, count: int) -> int:
-        return -(-min(count, SEGMENT) // self.inner_chunk) * self.inner_chunk
 
     @property
     def pairs(self) -> int:
-        """Bytes a position of one matrix of pairs of positions, all value heads."""
-        return self.value_heads * self.inner_chunk * self.f
+        """Values a position of one matrix of pairs of positions, all value heads."""
+        return self.value_heads * self.inner
 
     @property
     def key_pairs(self) -> int:
         """The same over key heads."""
-        return self.model.linear_num_key_heads * self.inner_chunk * self.f
+        return self.model.linear_num_key_heads * self.inner
+
+    @property
+    def spread_keys(self) -> int:
+        """Keys, or queries, repeated for every value head."""
+        return self.value_heads * self.model.linear_key_head_dim
+
+    def _segment_positions(self, count: int) -> int:
+        return -(-min(count, SEGMENT) // self.inner) * self.inner
 
     def segment_forward(self, count: int) -> int:
-        """Decay, its product with keys x keys, and that times beta; inputs as chunks."""
-        inputs = (2 * self.delta_keys + self.values + 4 * self.value_heads) * self.f
-        return self._padded(count) * (3 * self.pairs + inputs)
+        """The product that is solved, the solve, or the outputs' three copies; without a graph."""
+        inputs = 2 * self.delta_keys + self.values + 4 * self.value_heads
+        solved = self.values + self.spread_keys
+        product = 3 * self.pairs + inputs  # decay; its product with keys x keys; that times beta
+        solve = 2 * self.pairs + 2 * solved + inputs  # decay and product; right side and solution
+        left = solved + self.pairs + 2 * self.spread_keys + 4 * self.value_heads  # solution, scores, queries, keys
+        return self._segment_positions(count) * max(product, solve, left + 3 * self.values) * self.f
+
+    def segment_graph(self) -> int:
+        """What the graph of a segment saves up to its loop, values a position.
+
+        Values, keys and scaled queries as chunks; factors of both products made contiguous; the products; decay, and
+        its product with keys x keys without and with beta; the solution; small ones of a value a head.
+        """
+        factors = self.values + 6 * self.delta_keys
+        matrices = 2 * self.key_pairs + 3 * self.pairs
+        return factors + matrices + self.values + self.spread_keys + 7 * self.value_heads
 
     def segment_backward(self, count: int) -> int:
-        """The moment when the gradient of scores = (queries x keys) * decay passes the product.
+        """The graph just complete, the first inner chunk's backward, the scores', or the solve's."""
+        positions = self._segment_positions(count)
+        inner_chunks = positions // self.inner
+        read = self.pairs + 2 * self.spread_keys  # by the loop: scores, queries, keys
+        made = self.values * 4  # by the loop: what each chunk adds; outputs, stacked, in order
+        complete = positions * (self.segment_graph() + read + made) * self.f + inner_chunks * self.summary
 
-        Saved: decay, decay * (keys x keys), that times beta; keys x keys and queries x keys by key heads. Gradients: of
-        scores, and its products with decay and with queries x keys; the former summed to key heads.
-        """
-        heads_keys = self.value_heads * self.model.linear_key_head_dim
-        saved = 3 * self.pairs + 2 * self.key_pairs
-        gradients = 3 * self.pairs + self.key_pairs
-        inputs = self.values + self.delta_keys + 3 * self.value_heads
-        products = 4 * self.delta_keys  # left and right factors of both products, made contiguous
-        solved = heads_keys + self.values
-        rows = inputs + products + solved + self.values + 3 * heads_keys  # output; gradients of queries, keys
-        return self._padded(count) * (saved + gradients + rows * self.f) + 2 * self.summary
+        graph = self.segment_graph() + self.values  # with the outputs
+        grads = self.pairs + 2 * self.spread_keys + self.values  # of scores, queries, solution: all chunks but one
+        loop = positions * (graph + read + self.spread_keys) + (positions - self.inner) * grads
+
+        passed = 2 * self.delta_keys  # gradients of queries and keys
+        solution = self.values + self.spread_keys
+        scores = graph + 3 * self.pairs + self.key_pairs + solution + passed
+        solve = graph - self.key_pairs - 2 * self.delta_keys + 3 * self.pairs + 2 * solution + passed
+        return max(complete, max(loop, positions * scores, positions * solve) * self.f) + 2 * self.summary
 
     def borders(self, count: int) -> int:
         """The delta rule's states between segments."""
