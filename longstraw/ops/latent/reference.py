@@ -77,7 +77,7 @@ def attend_backward(
             _add_rows(new_grad, part, rows[tile] - retained)
             if past_grad is not None:
                 _add_rows(past_grad, part, rows[tile] - (retained - len(past_grad)))
-        del gathered, absent, weights, grad_scores, grad_rows, parts, part
+        del gathered, absent, weights, grad_scores, grad_rows, part
     return grad_q, grad_new[0].to(new[0].dtype), grad_new[1].to(new[1].dtype)
 
 
