@@ -50,7 +50,8 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
     if config.checkpoint is not None:
         return load_adapter(model, config.checkpoint)
     _refuse_second(model)
-    targets = list(config.targets or DEFAULT_TARGETS[model.config.architecture])
+    defaults = DEFAULT_TARGETS[model.config.architecture]
+    targets = list(config.targets) or [t for t in defaults if _matching(_linear(model), [t])]  # a cut may lack some
     _matched(model, targets)
     if model.config.architecture == "glm_5_2" and _matching(targets, _ONLY_HERE):
         log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
@@ -75,7 +76,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     if absent := sorted(set(wrapped) - set(_linear(model))):
         raise CheckpointError(f"{folder}: adapts {', '.join(absent[:5])}, which {model.config.name} has not")
     named = lora.target_modules
-    if isinstance(named, str) or sorted(_matching(model, named or ())) != wrapped:
+    if isinstance(named, str) or sorted(_matching(_linear(model), named or ())) != wrapped:
         lora.target_modules = wrapped
     _inject(model, lora, seed=0)
     parameters = dict(model.named_parameters())
@@ -136,8 +137,7 @@ def _linear(model: nn.Module) -> list[str]:
     return [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and _NO_GRADIENT not in n]
 
 
-def _matching(names: nn.Module | Sequence[str], targets: Collection[str]) -> list[str]:
-    names = _linear(names) if isinstance(names, nn.Module) else names
+def _matching(names: Sequence[str], targets: Collection[str]) -> list[str]:
     return [n for n in names if any(n == target or n.endswith(f".{target}") for target in targets)]
 
 

@@ -303,6 +303,14 @@ def test_targets_that_match_nothing_trained_are_refused(name, target):
     assert not any("lora_" in n for n, _ in model.named_parameters())
 
 
+def test_a_cut_without_some_default_targets_is_adapted():
+    model = add_adapter(tiny_model(num_hidden_layers=1), AdapterConfig(name="lora"))
+    assert {n.split(".")[4] for n, p in model.named_parameters() if p.requires_grad} == {
+        *("in_proj_qkv", "in_proj_z", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+
+
 def test_what_peft_would_take_for_experts_is_told(caplog):
     """On transformers' mixtures of experts PEFT reads these names as the fused experts, whatever stands before them."""
     add_adapter(glm_model(), AdapterConfig(name="lora"))
