@@ -7,7 +7,7 @@ lives in ``model_config.py`` and is offered here too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -76,7 +76,10 @@ MODES = ("auto", "run", "simulate", "emulate")
 
 @dataclass
 class AdapterConfig:
-    """What is trained: ``none`` means every parameter, ``lora`` low-rank adapters on a model that is frozen."""
+    """What is trained: ``none`` means every parameter, ``lora`` low-rank adapters on a model that is frozen.
+
+    ``auto`` is what the model's configuration says, and never the name in a finished ``RunConfig``.
+    """
 
     name: str = "none"
     rank: int = 16
@@ -85,7 +88,7 @@ class AdapterConfig:
     checkpoint: str | None = None  # a folder in PEFT's format to start from; its own rank, alpha and targets hold
 
     def __post_init__(self) -> None:
-        choose("adapter", self.name, ("none", "lora"))
+        choose("adapter", self.name, ("auto", "none", "lora"))
         for key in ("rank", "alpha"):
             at_least(f"adapter.{key}", getattr(self, key), 1)
 
@@ -254,6 +257,8 @@ class RunConfig:
                     setattr(self, key, parse_count(getattr(self, key), least=least))
                 except ValueError as error:
                     raise ConfigError(f"{key}: {error}") from None
+        if self.adapter.name == "auto":
+            self.adapter = replace(self.adapter, name=self.model.default_adapter)
         self._check()
 
     def _check(self) -> None:

@@ -82,6 +82,7 @@ class ModelConfig:
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
     chunk: int = 16384  # defaults of the run's keys of the same names
     response_length: int = 8192
+    default_adapter: str = "none"  # what adapter=auto stands for
 
     def __post_init__(self) -> None:
         choose("model.dtype", self.dtype, DTYPES)

@@ -20,7 +20,7 @@ from longstraw.config import (
 from longstraw.overrides import FOLDERS, check
 from longstraw.run import parse, register
 
-OPTIONS = [(group, name) for group in FOLDERS if group != "sweep" for name in available(group)]
+OPTIONS = [(group, name) for group in FOLDERS if group != "sweep" for name in available(group) if name != "auto"]
 NEEDS = {"jsonl": ["data.path=prompts.jsonl"]}
 
 
@@ -35,7 +35,7 @@ def test_the_defaults_are_the_papers():
     assert isinstance(config, RunConfig)
     assert (config.model.name, config.hardware.name, config.hardware.world_size) == ("qwen3_6_27b", "h20x8", 8)
     assert (config.context, config.response_length, config.chunk) == (2_100_000, 8192, 16_384)
-    assert (config.adapter.name, config.data.name, config.tracking.mode) == ("none", "needle", "auto")
+    assert (config.adapter.name, config.data.name, config.tracking.mode) == ("lora", "needle", "auto")
     assert isinstance(config.data, NeedleConfig)
 
 
@@ -129,3 +129,11 @@ def test_a_checkpoints_own_sizes_hold(tmp_path):
     assert (config.model.dtype, config.chunk, config.response_length) == ("float64", 128, 128)
     assert config.model.checkpoint == str(tmp_path)
     assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "adapter"),
+    [(["model=qwen3_6_27b"], "lora"), (["model=qwen3_6_tiny"], "none"), (["model=glm_5_2", "adapter=none"], "none")],
+)
+def test_the_published_models_train_adapters_unless_told_otherwise(overrides, adapter):
+    assert composed(*overrides).adapter.name == adapter
