@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from longstraw.budget import qwen3_6
+from longstraw.budget import glm_5_2, qwen3_6
 from longstraw.budget.flops import step_flops
 from longstraw.budget.sizes import BLOCK, ITEM, TOKEN, Lengths, Shape, StateShapes, rounded, tensors
 from longstraw.config import RunConfig
-from longstraw.model_config import ModelConfig, Qwen36Config
+from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
 
 __all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
 
@@ -71,7 +71,10 @@ def predict(
     if lengths.grad_from is not None:
         after |= {"retained": state.rows(lengths), "snapshots": carried}
     moments = {
-        "prefill": [held_with(activations.prefill(count), before) for count, before in lengths.chunks(0)],
+        "prefill": [
+            held_with(activations.prefill(start, count), lengths.snapshots_before(start))
+            for start, count in lengths.chunks(0)
+        ],
         "replay": [held_with(activations.replay() + left, lengths.snapshots, learning)],
         "optimizer": [held_with(clipping_bytes(len(sizes)) + left, 0, learning | after)],
     }
@@ -80,8 +83,8 @@ def predict(
     if lengths.grad_from is not None:
         spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more
         moments["prompt_backward"] = [
-            held_with(activations.prompt_backward(count) + left, before + 1, spent)
-            for count, before in lengths.chunks(lengths.grad_from)
+            held_with(activations.prompt_backward(start, count) + left, lengths.snapshots_before(start) + 1, spent)
+            for start, count in lengths.chunks(lengths.grad_from)
         ]
     highest = {verb: max(kinds, key=total) for verb, kinds in moments.items() if kinds}
     verb = max(highest, key=lambda name: total(highest[name]))
@@ -101,16 +104,29 @@ def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengt
     return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]))
 
 
-def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, qwen3_6.Activations]:
+def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, qwen3_6.Activations | glm_5_2.Activations]:
+    if isinstance(model, Glm52Config):
+        return glm_5_2.state_shapes(model), glm_5_2.Activations(model, lengths)
     assert isinstance(model, Qwen36Config)
     return qwen3_6.state_shapes(model), qwen3_6.Activations(model, lengths)
 
 
+def buffer_bytes(model: ModelConfig) -> int:
+    """Return the bytes of what a model holds beside parameters; buffers have at least float32."""
+    shapes = glm_5_2.buffer_shapes(model) if isinstance(model, Glm52Config) else ()
+    return tensors(shapes, max(ITEM[model.dtype], ITEM["float32"]))
+
+
 def parameter_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Yield name and shape of every parameter of ``model`` without adapters."""
-    assert isinstance(model, Qwen36Config)
-    yield from qwen3_6.parameter_shapes(model)
+    if isinstance(model, Glm52Config):
+        yield from glm_5_2.parameter_shapes(model)
+    else:
+        assert isinstance(model, Qwen36Config)
+        yield from qwen3_6.parameter_shapes(model)
 
+
+FROZEN = ".indexer."  # what chooses rows gets no gradient
 
 # Targets of an adapter that names none, as ``models.adapter`` has them
 LORA_TARGETS = {
@@ -119,10 +135,7 @@ LORA_TARGETS = {
         *("in_proj_qkv", "in_proj_z", "out_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     ),
-    "glm_5_2": (
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ),
+    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
 
 
@@ -131,18 +144,21 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     item = ITEM[config.model.dtype]
     shapes = list(parameter_shapes(config.model))
     if config.adapter.name == "none":
-        return [(shape, item) for _, shape in shapes], 0
+        still = tensors([shape for name, shape in shapes if FROZEN in name], item)
+        return [(shape, item) for name, shape in shapes if FROZEN not in name], still + buffer_bytes(config.model)
     targets, rank = config.adapter.targets or LORA_TARGETS[config.model.architecture], config.adapter.rank
     adapted = [
         shape
         for name, shape in shapes
-        if any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
+        if len(shape) == 2
+        and FROZEN not in name
+        and any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
     ]
     wide = max(item, ITEM["float32"])
     pairs: list[tuple[Shape, int]] = [
         (pair, wide) for outer, inner in adapted for pair in ((rank, inner), (outer, rank))
     ]
-    return pairs, tensors([shape for _, shape in shapes], item)
+    return pairs, tensors([shape for _, shape in shapes], item) + buffer_bytes(config.model)
 
 
 def optimizer_bytes(config: RunConfig, sizes: list[int]) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from longstraw.budget import qwen3_6
+from longstraw.budget import glm_5_2, qwen3_6
+from longstraw.budget.sizes import Shape
 from longstraw.config import RunConfig, inner_chunk
-from longstraw.model_config import ModelConfig, Qwen36Config
+from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
 
-# A backward takes twice its forward; with every block evaluated again that makes four passes in all.
-FORWARD, WITH_BACKWARD = 1, 4
+# A backward takes twice its forward; with every block, and every tile of logits, evaluated again it makes four in all.
+WITH_BACKWARD = 4
 
 
 def step_flops(
@@ -26,7 +27,7 @@ def step_flops(
     for response in responses:
         branch = branch_flops(model, retained, response)
         head = head_flops(model, response)
-        total += scored * (branch + head) + WITH_BACKWARD * branch + (WITH_BACKWARD - 1) * head + head
+        total += (scored + WITH_BACKWARD) * (branch + head)
     window = config.prompt_grad_window
     if config.prompt_grad == "exact" and window != 0 and retained:
         start = 0 if window is None else max(retained - window, 0) // config.chunk * config.chunk
@@ -51,19 +52,56 @@ def head_flops(model: ModelConfig, positions: int) -> float:
 
 def pass_flops(model: ModelConfig, start: int, end: int) -> float:
     """Return one forward pass of all blocks over positions [start, end)."""
+    per_position = linear_flops(model)
+    if isinstance(model, Glm52Config):
+        indexers = (model.indexer_types or []).count("full")
+        attention = model.num_hidden_layers * chosen_flops(model, start, end)
+        return (end - start) * per_position + attention + indexers * index_flops(model, start, end)
     assert isinstance(model, Qwen36Config)
     full = model.layer_types.count("full_attention")
     linear = model.num_hidden_layers - full
-    per_position = linear_flops(model) + linear * (delta_flops(model) + convolution_flops(model))
+    per_position += linear * (delta_flops(model) + convolution_flops(model))
     return (end - start) * per_position + full * attention_flops(model, start, end)
 
 
-def linear_flops(model: Qwen36Config) -> float:
-    """Return the matrix products with weights, a position: embedding and head are no part of it."""
-    shapes = [
-        shape for name, shape in qwen3_6.parameter_shapes(model) if name.startswith("model.layers.") and len(shape) == 2
-    ]
-    return 2.0 * sum(map(prod, shapes))
+def linear_flops(model: ModelConfig) -> float:
+    """Return the matrix products with weights, a position: embedding and head are no part of it.
+
+    Of the experts as many as a token goes to. Absorbed into queries and outputs, ``kv_b_proj`` costs what it would.
+    """
+    total = 0.0
+    for name, shape in _block_shapes(model):
+        if len(shape) == 2:
+            total += 2.0 * prod(shape)
+        elif isinstance(model, Glm52Config) and ".experts." in name:
+            total += 2.0 * model.num_experts_per_tok * prod(shape[1:])
+    return total
+
+
+def _block_shapes(model: ModelConfig, layer: int | None = None) -> list[tuple[str, Shape]]:
+    shapes = glm_5_2.parameter_shapes(model) if isinstance(model, Glm52Config) else None
+    if shapes is None:
+        assert isinstance(model, Qwen36Config)
+        shapes = qwen3_6.parameter_shapes(model)
+    prefix = "model.layers." if layer is None else f"model.layers.{layer}."
+    return [(name.removeprefix(prefix), shape) for name, shape in shapes if name.startswith(prefix)]
+
+
+def chosen_flops(model: Glm52Config, start: int, end: int) -> float:
+    """Return absorbed latent attention of positions [start, end) to their chosen rows, a layer."""
+    rows = _pairs(start, end) - _pairs(max(start, model.index_topk), max(end, model.index_topk))
+    rows += model.index_topk * (max(end, model.index_topk) - max(start, model.index_topk))
+    return 2.0 * model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim) * rows
+
+
+def index_flops(model: Glm52Config, start: int, end: int) -> float:
+    """Return the index scores of positions [start, end) over all before them and themselves, an indexer."""
+    return 2.0 * model.index_n_heads * (model.index_head_dim + 1) * _pairs(start, end)
+
+
+def _pairs(start: int, end: int) -> float:
+    """Return how often positions [start, end) see a position, their own included."""
+    return (end * (end + 1) - start * (start + 1)) / 2
 
 
 def delta_flops(model: Qwen36Config) -> float:
@@ -88,18 +126,28 @@ def convolution_flops(model: Qwen36Config) -> float:
 
 def attention_flops(model: Qwen36Config, start: int, end: int) -> float:
     """Return causal attention of positions [start, end) over all before them and themselves, a layer."""
-    pairs = (end * (end + 1) - start * (start + 1)) / 2
-    return 4.0 * model.num_attention_heads * model.head_dim * pairs
+    return 4.0 * model.num_attention_heads * model.head_dim * _pairs(start, end)
 
 
 def last_block_saving(model: ModelConfig, start: int, end: int) -> float:
     """Return what the last block leaves out where only its state is wanted."""
-    assert isinstance(model, Qwen36Config)
-    names: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    saved = 0.0
-    if model.layer_types[-1] == "full_attention":  # a delta layer's state needs all of its mixer
-        names += ("self_attn.q_proj", "self_attn.o_proj")
-        saved = attention_flops(model, start, end)
-    last = f"model.layers.{model.num_hidden_layers - 1}."
-    shapes = dict(qwen3_6.parameter_shapes(model))
-    return saved + (end - start) * sum(2.0 * prod(shapes[f"{last}{name}.weight"]) for name in names)
+    needed: tuple[str, ...]
+    if isinstance(model, Glm52Config):
+        saved = chosen_flops(model, start, end)
+        if model.indexer_types and model.indexer_types[-1] == "full":
+            saved += index_flops(model, start, end)
+        needed = ("self_attn.kv_a_proj_with_mqa", "self_attn.indexer.wk")
+    else:
+        assert isinstance(model, Qwen36Config)
+        full = model.layer_types[-1] == "full_attention"
+        saved = attention_flops(model, start, end) if full else 0.0
+        # a delta layer's state needs all of its mixer
+        needed = ("self_attn.k_proj", "self_attn.v_proj") if full else ("linear_attn",)
+    for name, shape in _block_shapes(model, model.num_hidden_layers - 1):
+        if name.startswith(needed):
+            continue
+        if len(shape) == 2:
+            saved += 2.0 * (end - start) * prod(shape)
+        elif isinstance(model, Glm52Config) and ".experts." in name:
+            saved += 2.0 * (end - start) * model.num_experts_per_tok * prod(shape[1:])
+    return saved

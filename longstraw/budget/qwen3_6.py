@@ -179,7 +179,7 @@ class Activations:
         Values, keys and scaled queries as chunks; factors of both products made contiguous; the products; decay, and
         its product with keys x keys without and with beta; the solution; small ones of a value a head.
         """
-        factors = self.values + 6 * self.delta_keys
+        factors = self.values + (8 if self.cast else 6) * self.delta_keys  # queries and keys before their norm, cast
         matrices = 2 * self.key_pairs + 3 * self.pairs
         return factors + matrices + self.values + self.spread_keys + 7 * self.value_heads
 
@@ -192,8 +192,9 @@ class Activations:
         complete = positions * (self.segment_graph() + read + made) * self.f + inner_chunks * self.summary
 
         graph = self.segment_graph() + self.values  # with the outputs
+        given = self.values  # their gradient, cut to length: a copy
         grads = self.pairs + 2 * self.spread_keys + self.values  # of scores, queries, solution: all chunks but one
-        loop = positions * (graph + read + self.spread_keys) + (positions - self.inner) * grads
+        loop = positions * (graph + given + read + self.spread_keys) + (positions - self.inner) * grads
 
         passed = 2 * self.delta_keys  # gradients of queries and keys
         solution = self.values + self.spread_keys
@@ -241,7 +242,7 @@ class Activations:
 
     # Moments of one pass over T positions
 
-    def forward(self, count: int, updates: int) -> int:
+    def forward(self, count: int, past: int, updates: int) -> int:
         """Return the most that one pass without a graph holds, beside ``updates`` bytes of what layers add."""
         residual = 2 * self.d * self.w
         conv = residual + self.channels * (2 * self.w + self.f + (self.w if self.cast else 0))
@@ -249,13 +250,13 @@ class Activations:
         norm = residual + self.values * (2 * self.w + 2 * self.cast + 3 * self.f)
         mlp = 5 * self.d * self.w + 3 * self.inner_width * self.w
         attention = residual + self.queries * (3 * self.w + 3 * self.f) + 2 * self.keys * (self.w + self.cast)
-        moments = [count * conv, count * norm, count * mlp, count * attention + self.row_casts()]
+        moments = [count * conv, count * norm, count * mlp, count * attention + self.row_casts(past)]
         moments.append(count * delta + self.segment_forward(count) + self.borders(count))
         return max(moments) + updates
 
-    def row_casts(self) -> int:
+    def row_casts(self, past: int) -> int:
         """Keys and values of a tile of retained rows in the inner dtype."""
-        return min(self.lengths.retained, ROW_TILE) * 2 * self.keys * self.cast
+        return min(past, ROW_TILE) * 2 * self.keys * self.cast
 
     def head(self, count: int) -> int:
         """Log-probabilities without a graph: a tile of logits, twice, the tile's weights where they are cast."""
@@ -321,22 +322,22 @@ class Activations:
         """What the delta rule's layers add, bytes."""
         return state_shapes(self.model).carried(self.lengths)
 
-    def prefill(self, count: int) -> int:
-        """Return the most that a chunk of ``count`` positions holds; its last block only makes keys and values."""
+    def prefill(self, start: int, count: int) -> int:
+        """Return the most that a chunk of ``count`` positions from ``start`` on holds; its last block makes rows only."""
         last = 2 * self.keys * self.w if self.model.layer_types[-1] == "full_attention" else 0
-        return self.forward(count, count * (self.rows - last) + self.carried - self.summary)
+        return self.forward(count, start, count * (self.rows - last) + self.carried - self.summary)
 
     def score(self) -> int:
         """Return the most that a branch without a graph holds."""
         count = self.lengths.response
-        return max(self.forward(count, count * self.rows + self.carried), self.head(count))
+        return max(self.forward(count, self.lengths.retained, count * self.rows + self.carried), self.head(count))
 
     def replay(self) -> int:
         """Return the most that a branch with its backward holds."""
         count = self.lengths.response
         return max(self.block_backward(count, self.lengths.retained, last=True), self.head_backward(count))
 
-    def prompt_backward(self, count: int) -> int:
+    def prompt_backward(self, start: int, count: int) -> int:
         """Return the most that a chunk evaluated again holds: all it adds to the state lives as long as its graph."""
         owed = count * self.rows + self.carried
-        return self.block_backward(count, self.lengths.retained, last=False) + owed
+        return self.block_backward(count, start, last=False) + owed

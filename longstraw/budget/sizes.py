@@ -43,14 +43,14 @@ class Lengths:
     def chunks(self, first: int) -> list[tuple[int, int]]:
         """Return the chunks from position ``first`` on that may hold the most: the last whole one, and a shorter rest.
 
-        Each with its length and the number of snapshots that stand before its start.
+        Each as its start and length.
         """
         whole, rest = divmod(self.retained - first, self.chunk)
         counts = [(whole - 1, self.chunk)] * (whole > 0) + [(whole, rest)] * (rest > 0)
-        starts = [(first + number * self.chunk, count) for number, count in counts]
-        return [(count, self._snapshots_before(start)) for start, count in starts]
+        return [(first + number * self.chunk, count) for number, count in counts]
 
-    def _snapshots_before(self, start: int) -> int:
+    def snapshots_before(self, start: int) -> int:
+        """Return how many snapshots stand before position ``start``."""
         return 0 if self.grad_from is None else max(start - self.grad_from, 0) // self.chunk
 
     @property

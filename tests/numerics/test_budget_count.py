@@ -1,0 +1,165 @@
+"""The budget against the count: a job's own loop, its bytes by kind and by verb beside the prediction."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from longstraw import budget
+from longstraw.budget import flops, predict, qwen3_6
+from longstraw.budget.sizes import Lengths, StateShapes
+from longstraw.config import from_dict, option
+from longstraw.memory import MemoryMeter
+from longstraw.models import build_model
+from longstraw.observe import Progress, Watch
+from longstraw.train import build_trainer
+
+TOTAL, VERB = 0.02, 0.03  # relative
+EXACT_KINDS = set(budget.KINDS) - {"activations"}
+
+CASES = {
+    "exact": {"prompt_grad": "exact"},
+    "exact, two steps": {"context": 2300, "chunk": 1024, "steps": 2, "prompt_grad": "exact"},
+    "detached, a group of eight": {"group_size": 8, "optimizer": {"name": "none"}},
+    "one chunk": {"chunk": 4096, "prompt_grad": "exact"},
+    "long responses, a window": {
+        "response_length": 1024,
+        "chunk": 512,
+        "prompt_grad": "exact",
+        "prompt_grad_window": 1500,
+    },
+    "odd lengths, scored": {
+        "context": 1501,
+        "response_length": 77,
+        "group_size": 3,
+        "chunk": 512,
+        "prompt_grad": "exact",
+        "algorithm": {"old_logprobs": "score"},
+    },
+    "wider heads": {
+        "context": 1500,
+        "chunk": 512,
+        "prompt_grad": "exact",
+        "model": {"linear_key_head_dim": 32, "num_hidden_layers": 4},
+    },
+    "bfloat16": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "model": {"dtype": "bfloat16"}},
+    "16Ki detached": {"context": 2**14},
+}
+SLOW = {
+    "16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"},
+    "64Ki detached": {"context": 2**16, "group_size": 8},
+    "64Ki exact": {"context": 2**16, "prompt_grad": "exact"},
+}
+
+
+def configured(**keys):
+    """Return a run of the tiny model; all responses as long as the longest."""
+    model = option("model", "qwen3_6_tiny") | keys.pop("model", {})
+    base = {"hardware": option("hardware", "cpu"), "data": {"name": "needle", "ragged": False}}
+    sizes = {"context": 4096, "response_length": 128, "group_size": 2, "chunk": 2048, "prompt_grad": "detached"}
+    return from_dict(base | sizes | {"model": model} | keys)
+
+
+@functools.cache
+def counted(keys, folder):
+    """Return the records of a job's steps."""
+    config = configured(**json.loads(keys))
+    with MemoryMeter() as meter:
+        trainer = build_trainer(config, Watch(meter, Progress(folder / "progress.json")))
+        return config, [trainer.step(step) for step in range(config.steps)]
+
+
+@pytest.fixture(scope="module")
+def count(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counted")
+    return lambda keys: counted(json.dumps(keys, sort_keys=True), folder)
+
+
+def differences(config, row):
+    """Name what the prediction misses of one step's count."""
+    said = predict(
+        config,
+        prompt_positions=row["prompt_positions"],
+        response_positions=row["response_positions"],
+        optimizer_held=row["step"] > 0,
+    )
+    missed = []
+    if abs(said.peak / row["peak_allocated_bytes"] - 1) > TOTAL:
+        missed.append(f"peak {said.peak} for {row['peak_allocated_bytes']}")
+    if said.verb != row["peak_verb"]:
+        missed.append(f"at {said.verb}, not {row['peak_verb']}")
+    missed += [
+        f"{kind} {said.by_kind[kind]} for {row['peak_bytes_by_kind'][kind]}"
+        for kind in sorted(EXACT_KINDS)
+        if said.by_kind[kind] != row["peak_bytes_by_kind"][kind]
+    ]
+    verbs = {verb: size for verb, size in row["peak_by_verb"].items() if verb != "other"}
+    assert verbs.keys() == said.by_verb.keys()
+    missed += [
+        f"{verb} {said.by_verb[verb]} for {size}"
+        for verb, size in verbs.items()
+        if abs(said.by_verb[verb] / size - 1) > VERB
+    ]
+    return missed
+
+
+@pytest.mark.parametrize("keys", [*CASES.values(), *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW.values())])
+def test_the_count_is_predicted(count, keys):
+    config, rows = count(keys)
+    assert [differences(config, row) for row in rows] == [[]] * config.steps
+
+
+TERMS = {
+    (qwen3_6.Activations, "feedforward"): "exact",
+    (qwen3_6.Activations, "feedforward_backward"): "exact",
+    (qwen3_6.Activations, "delta_inputs"): "exact",
+    (qwen3_6.Activations, "gated_norm"): "exact",
+    (qwen3_6.Activations, "norm"): "exact",
+    (qwen3_6.Activations, "rows"): "exact",
+    (qwen3_6.Activations, "block_backward"): "exact",
+    (qwen3_6.Activations, "segment_forward"): "odd lengths, scored",
+    (qwen3_6.Activations, "segment_backward"): "odd lengths, scored",
+    (qwen3_6.Activations, "attention_backward"): "16Ki detached",
+    (StateShapes, "rows"): "exact",
+    (StateShapes, "carried"): "exact",
+    (StateShapes, "row_gradients"): "exact",
+    (StateShapes, "carried_gradients"): "exact",
+    (Lengths, "snapshots_before"): "odd lengths, scored",
+    (budget, "optimizer_bytes"): "exact",
+    (budget, "rounded"): "exact",
+}
+
+
+@pytest.mark.parametrize(("where", "term"), TERMS)
+def test_without_a_term_it_is_not(count, monkeypatch, where, term):
+    config, rows = count(CASES[TERMS[where, term]])
+    nothing = property(lambda *_: 0) if isinstance(getattr(where, term), property) else lambda *_, **__: 0
+    monkeypatch.setattr(where, term, nothing)
+    assert differences(config, rows[0])
+
+
+def test_flops_of_a_pass_are_what_torch_counts():
+    """Matrix products only: torch counts no triangular solve, no convolution of ours, and not the CPU's attention."""
+    model = build_model("qwen3_6_tiny")
+    config, positions = model.config, 192
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        past = [state.leaves(0, grad=False) for state in model.new_states(0)]
+        model(torch.arange(positions), past)
+    linear = config.layer_types.count("linear_attention")
+    solve = config.linear_num_value_heads * 16 * (config.linear_key_head_dim + config.linear_value_head_dim)
+    expected = positions * (flops.linear_flops(config) + linear * (flops.delta_flops(config) - solve))
+    assert counter.get_total_flops() == expected
+
+
+def test_flops_of_a_prompt_pass_are_what_torch_counts():
+    model = build_model("qwen3_6_tiny")
+    config, positions = model.config, 128
+    full, narrow = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    for counter, state_only in ((full, False), (narrow, True)):
+        with torch.no_grad(), counter:
+            past = [state.leaves(0, grad=False) for state in model.new_states(0)]
+            model(torch.arange(positions), past, state_only=state_only)
+    saved = full.get_total_flops() - narrow.get_total_flops()
+    assert saved == flops.last_block_saving(config, 0, positions) - flops.attention_flops(config, 0, positions)
