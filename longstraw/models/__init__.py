@@ -37,10 +37,13 @@ def build_model(
     device = torch.device(device)
     with torch.device("meta"):
         decoder = architecture.build(config, _ops(backend, device))
-    if device.type != "meta":
-        decoder.to_empty(device="cpu")
-        architecture.initialise(decoder, torch.Generator().manual_seed(seed))
-    return _cast(decoder, device, _dtype(dtype, config))
+    generator = torch.Generator().manual_seed(seed)
+    for module in decoder.modules():  # one at a time: drawn in float32, the whole is never held in it
+        if device.type != "meta":
+            module.to_empty(device="cpu", recurse=False)
+            architecture.initialise(module, config.initializer_range, generator)
+        _cast(module, device, _dtype(dtype, config))
+    return decoder
 
 
 def load_model(
@@ -71,11 +74,10 @@ def _ops(backend: str | None, device: torch.device) -> Any:
     return choose_ops(backend or ("cpu" if device.type in ("cpu", "meta") else "reference"))
 
 
-def _cast(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Move and cast in place; buffers, such as what a router selects by, keep at least float32."""
+def _cast(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move and cast what ``module`` itself holds; buffers, such as what a router selects by, keep at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
-    decoder._apply(lambda tensor: tensor.to(device, dtype if isinstance(tensor, nn.Parameter) else wide))
-    return decoder
+    module._apply(lambda tensor: tensor.to(device, dtype if isinstance(tensor, nn.Parameter) else wide), recurse=False)
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:

@@ -52,19 +52,17 @@ def build(config: ModelConfig, ops: Ops) -> Decoder:
 
 
 @torch.no_grad()
-def initialise(model: Decoder, generator: torch.Generator) -> None:
-    """Draw random weights: normal matrices, norms at 1, no expert preferred."""
-    deviation = model.config.initializer_range
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.normal_(0, deviation, generator=generator)
-        elif isinstance(module, RMSNorm | nn.LayerNorm):
-            module.weight.fill_(1)
-            if isinstance(module, nn.LayerNorm):
-                module.bias.zero_()
-        elif isinstance(module, Router):
-            module.weight.normal_(0, deviation, generator=generator)
-            module.e_score_correction_bias.zero_()
-        elif isinstance(module, Experts):
-            module.gate_up_proj.normal_(0, deviation, generator=generator)
-            module.down_proj.normal_(0, deviation, generator=generator)
+def initialise(module: nn.Module, deviation: float, generator: torch.Generator) -> None:
+    """Draw what ``module`` itself holds: normal matrices, norms at 1, no expert preferred."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.weight.normal_(0, deviation, generator=generator)
+    elif isinstance(module, RMSNorm | nn.LayerNorm):
+        module.weight.fill_(1)
+        if isinstance(module, nn.LayerNorm):
+            module.bias.zero_()
+    elif isinstance(module, Router):
+        module.weight.normal_(0, deviation, generator=generator)
+        module.e_score_correction_bias.zero_()
+    elif isinstance(module, Experts):
+        module.gate_up_proj.normal_(0, deviation, generator=generator)
+        module.down_proj.normal_(0, deviation, generator=generator)

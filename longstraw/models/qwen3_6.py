@@ -12,7 +12,7 @@ from torch import nn
 
 from longstraw.config import ModelConfig, Qwen36Config
 from longstraw.layers.attention import GatedAttention
-from longstraw.layers.delta import GatedDeltaNet
+from longstraw.layers.delta import DepthwiseWeight, GatedDeltaNet
 from longstraw.layers.feedforward import SwiGLU
 from longstraw.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm
 from longstraw.models.decoder import Block, Decoder, Mixer
@@ -45,22 +45,22 @@ def build(config: ModelConfig, ops: Ops) -> Decoder:
 
 
 @torch.no_grad()
-def initialise(model: Decoder, generator: torch.Generator) -> None:
-    """Draw random weights: normal matrices, and decays as Gated DeltaNet was published with.
+def initialise(module: nn.Module, deviation: float, generator: torch.Generator) -> None:
+    """Draw what ``module`` itself holds: normal matrices, and decays as Gated DeltaNet was published with.
 
     Decay rates are uniform in [1, 16], time steps log-uniform in [0.001, 0.1]: exp(g) from 0.2 to 0.999, so some
     heads remember over a thousand positions.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.normal_(0, model.config.initializer_range, generator=generator)
-        elif isinstance(module, ZeroCentredRMSNorm):
-            module.weight.zero_()
-        elif isinstance(module, GatedRMSNorm):
-            module.weight.fill_(1)
-        elif isinstance(module, GatedDeltaNet):
-            bound = module.taps**-0.5
-            module.conv1d.weight.uniform_(-bound, bound, generator=generator)
-            module.A_log.uniform_(1, 16, generator=generator).log_()
-            step = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
-            module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+    if isinstance(module, nn.Linear | nn.Embedding):
+        module.weight.normal_(0, deviation, generator=generator)
+    elif isinstance(module, ZeroCentredRMSNorm):
+        module.weight.zero_()
+    elif isinstance(module, GatedRMSNorm):
+        module.weight.fill_(1)
+    elif isinstance(module, DepthwiseWeight):
+        bound = module.weight.shape[-1] ** -0.5
+        module.weight.uniform_(-bound, bound, generator=generator)
+    elif isinstance(module, GatedDeltaNet):
+        module.A_log.uniform_(1, 16, generator=generator).log_()
+        step = module.dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+        module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus

@@ -1,0 +1,44 @@
+"""Models by name: sizes as published, weights by seed, memory while they are drawn."""
+
+import pytest
+import torch
+
+from longstraw.config import ConfigError
+from longstraw.models import build_model, qwen3_6
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3_6_27b", 26_895_998_464), ("glm_5_2", 743_377_000_704)])
+def test_a_published_model_has_its_published_size(name, parameters):
+    model = build_model(name, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny"])
+def test_a_seed_gives_the_same_weights_in_every_dtype(name):
+    single, double, other = (build_model(name, seed=s, dtype=d) for s, d in ((1, None), (1, "float64"), (2, None)))
+    assert all(torch.equal(a.double(), b) for a, b in zip(single.parameters(), double.parameters(), strict=True))
+    assert not torch.equal(single.lm_head.weight, other.lm_head.weight)
+    assert all(p.isfinite().all() for p in single.parameters())
+
+
+def test_weights_are_drawn_one_module_at_a_time(monkeypatch):
+    built, held, build, draw = [], [], qwen3_6.build, qwen3_6.initialise
+    monkeypatch.setattr(qwen3_6, "build", lambda *a: built.append(build(*a)) or built[0])
+
+    def spy(module, *rest):
+        draw(module, *rest)
+        held.append(sum(p.nbytes for p in built[0].parameters() if not p.is_meta))
+
+    monkeypatch.setattr(qwen3_6, "initialise", spy)
+    model = build_model("qwen3_6_tiny", dtype="bfloat16")
+    final = sum(p.nbytes for p in model.parameters())
+    largest = max(p.numel() for p in model.parameters()) * 4
+    assert final / 2 < max(held) <= final + largest < 2 * final
+
+
+def test_a_wrong_name_or_field_names_the_right_ones():
+    with pytest.raises(ConfigError, match="did you mean qwen3_6_tiny"):
+        build_model("qwen36_tiny")
+    with pytest.raises(ConfigError, match="did you mean hidden_size"):
+        build_model("qwen3_6_tiny", hiden_size=3)
