@@ -247,6 +247,7 @@ class RunConfig:
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = 1
     seed: int = 0
+    save: bool = False  # at the end, the trained model or adapter in the run's folder
     claim: str | None = None
     mode: str = "auto"
 

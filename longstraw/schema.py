@@ -56,7 +56,7 @@ KEYS = _keys("""
     model                          str    name of the model's configuration
     parameters                     int    elements in all parameters
     trainable_parameters           int    elements in those that get a gradient
-    frozen                         bool   whether the base model is frozen, only an adapter being trained
+    frozen                         list   what gets no gradient: base (beneath an adapter), indexer
     adapter                        str    name of the adapter's configuration, or none
     algorithm                      str    name of the policy loss
     data                           str    name of the task
@@ -64,6 +64,7 @@ KEYS = _keys("""
     state_dtype                    str    of the retained rows
     state_device                   str    where the retained state lies
     rope_scaling                   dict   how angles are scaled beyond the native length
+    past_native_length             bool   whether context is beyond what the model was made or scaled for
     hardware                       str    name of the hardware's configuration
     device_name                    str    as the driver, or the processor, calls itself
     world_size                     int    ranks
@@ -213,6 +214,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "data": config.data.name,
         "dtype": config.model.dtype,
         "rope_scaling": None if config.model.rope_scaling.factor == 1 else plain(vars(config.model.rope_scaling)),
+        "past_native_length": config.context > config.model.longest_position,
         "hardware": config.hardware.name,
         "world_size": config.hardware.world_size,
         "nodes": config.hardware.nodes,

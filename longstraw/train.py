@@ -22,8 +22,9 @@ from longstraw.failures import describe, status_of
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.memory import MemoryMeter
 from longstraw.models import build_model, load_model
-from longstraw.models.adapter import adapters_off, add_adapter
+from longstraw.models.adapter import adapters_off, add_adapter, save_adapter
 from longstraw.models.decoder import Decoder
+from longstraw.models.weights import save_model
 from longstraw.observe import Progress, Watch
 from longstraw.record import Recorder, constant_keys, startup_facts
 from longstraw.step import (
@@ -294,6 +295,8 @@ def run_job(
                 recorder.log({**model_facts, **row})
                 if row["status"] != "ok":
                     raise NotFiniteError(f"step {step}: {row['error']}")
+            if config.save:
+                _save(trainer, folder)
         except NotFiniteError:
             raise
         except Exception as error:
@@ -329,12 +332,21 @@ def _model(config: RunConfig) -> Decoder:
     return build_model(config.model, seed=config.seed)
 
 
+def _save(trainer: Trainer, folder: Path) -> None:
+    """Write what was trained into the run's folder: the adapter in PEFT's format, or the model in transformers'."""
+    if trainer.config.adapter.name == "none":
+        save_model(trainer.model, folder / "model")
+    else:
+        save_adapter(trainer.model, folder / "adapter")
+
+
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
-    dtype = str(trainer.model.lm_head.weight.dtype).removeprefix("torch.")
+    named = list(trainer.model.named_parameters())
+    dtype = trainer.config.model.dtype
     return {
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": sum(p.numel() for _, p in named),
         "trainable_parameters": sum(p.numel() for p in trainer.parameters),
-        "frozen": trainer.config.adapter.name != "none",
+        "frozen": sorted({"indexer" if ".indexer." in n else "base" for n, p in named if not p.requires_grad}),
         "dtype": dtype,
         "state_dtype": dtype,
         "state_device": trainer.config.hardware.backend,

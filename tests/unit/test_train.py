@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.models import build_model, load_model
 from longstraw.schema import KEYS, numbers
 from longstraw.train import run_job
 
@@ -25,6 +26,9 @@ def job(**changes):
         "optimizer": {"lr": 1e-3},
     }
     for key, value in changes.items():
+        if key == "model":
+            values[key] = value
+            continue
         values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
     return from_dict(values)
 
@@ -87,10 +91,28 @@ def test_an_adapter_trains_only_itself(tmp_path):
     pytest.importorskip("peft")
     run_job(job(adapter={"name": "lora", "rank": 2}, prompt_grad="exact"), tmp_path, run_id="x")
     row = rows(tmp_path)[0]
-    assert row["frozen"]
+    assert row["frozen"] == ["base"]
     assert row["trainable_parameters"] < row["parameters"] / 4
     assert row["gradient_bytes"] < row["parameter_bytes"] / 4
     assert row["grad_norm"] > 0
+
+
+def test_what_was_trained_is_saved_where_asked_for(tmp_path):
+    pytest.importorskip("peft")
+    run_job(job(save=True), tmp_path / "full", run_id="x")
+    run_job(job(save=True, adapter={"name": "lora", "rank": 2}), tmp_path / "lora", run_id="x")
+    saved = load_model(tmp_path / "full" / "model")
+    fresh = build_model(job().model, seed=0)
+    assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), fresh.parameters(), strict=True))
+    assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "lora" / "model").exists()
+
+
+def test_glms_indexer_is_recorded_as_frozen(tmp_path):
+    run_job(job(model=to_dict(load_model_config("glm_5_2_tiny"))), tmp_path, run_id="x")
+    row = rows(tmp_path)[0]
+    assert row["frozen"] == ["indexer"]
+    assert 0 < row["parameters"] - row["trainable_parameters"] < row["parameters"] / 2
 
 
 def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
