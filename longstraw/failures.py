@@ -5,7 +5,9 @@ from __future__ import annotations
 
 def status_of(error: BaseException) -> str:
     """Return the record's status for an exception: ``oom`` or ``error``."""
-    return "oom" if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" else "error"
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    # on a CPU PyTorch raises a plain RuntimeError
+    return "oom" if out_of_memory or "DefaultCPUAllocator: can't allocate memory" in str(error) else "error"
 
 
 def describe(error: BaseException) -> str:

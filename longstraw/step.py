@@ -237,7 +237,7 @@ def grpo_step(
     KL term, needed where ``algorithm.kl_coef`` is not 0. Raises ``ValueError`` for token ids beyond the vocabulary.
     """
     algorithm = algorithm or AlgorithmConfig()
-    chunk = chunk or model.config.chunk
+    chunk = model.config.chunk if chunk is None else chunk
     check_group(group, model, algorithm, reference)
     group = group.to(model.lm_head.weight.device)
     scored = 0

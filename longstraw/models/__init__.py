@@ -28,10 +28,12 @@ def build_model(
 ) -> Decoder:
     """Return a model with random weights drawn from ``seed``.
 
-    ``model`` is a name in ``conf/model`` or a configuration; ``overrides`` change its fields. On the ``meta`` device
-    nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``reference`` elsewhere.
-    The same seed gives the same weights in every dtype, up to rounding.
+    ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. On the ``meta``
+    device nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``reference``
+    elsewhere. The same seed gives the same weights in every dtype, up to rounding.
     """
+    if overrides and not isinstance(model, str):
+        raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
     config = load_model_config(model, **overrides) if isinstance(model, str) else model
     architecture = _ARCHITECTURES[config.architecture]
     device = torch.device(device)

@@ -201,6 +201,14 @@ def test_exceptions_in_one_line():
     assert (status_of(MemoryError()), status_of(RuntimeError())) == ("oom", "error")
 
 
+def test_what_pytorch_raises_without_memory_is_oom():
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**58, dtype=torch.uint8)
+    assert status_of(caught.value) == "oom"
+
+
 def test_the_table_has_a_row_a_job(tmp_path):
     jobs = prepared(tmp_path, config(), config({**CPU}, group_size=8), config())
     rows = [

@@ -119,6 +119,7 @@ def test_token_beyond_the_vocabulary_is_refused(where, model):
     ("arguments", "message"),
     [
         ({"chunk": 100}, "chunk=100 must be a multiple of 64"),
+        ({"chunk": 0}, "chunk=0 must be a multiple of 64"),
         ({"chunk": -64}, "chunk=-64 must be a multiple of 64"),
         ({"prompt_grad": "exakt"}, "did you mean exact"),
         ({"prompt_grad_window": -1}, "prompt_grad_window=-1 must be 0 or more"),

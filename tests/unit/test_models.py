@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longstraw.config import ConfigError
+from longstraw.config import ConfigError, load_model_config
 from longstraw.models import build_model, qwen3_6
 
 
@@ -42,3 +42,5 @@ def test_a_wrong_name_or_field_names_the_right_ones():
         build_model("qwen36_tiny")
     with pytest.raises(ConfigError, match="did you mean hidden_size"):
         build_model("qwen3_6_tiny", hiden_size=3)
+    with pytest.raises(TypeError, match="num_hidden_layers belongs into it"):
+        build_model(load_model_config("qwen3_6_tiny"), num_hidden_layers=4)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longstraw.ops.latent import reference
 from longstraw.ops.latent.reference import Buffers, Rows
@@ -87,6 +88,7 @@ class _ChosenRows(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, rope_key, rows, out, lse = ctx.saved_tensors
         new = (latent, rope_key)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longstraw.ops.counts import counts
 from longstraw.ops.moe import reference
@@ -96,6 +97,7 @@ class _Experts(torch.autograd.Function):
         return ops.experts_forward(x, token, weight, counts, gate_up, down)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, token, weight, gate_up, down = ctx.saved_tensors
         learnt = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
