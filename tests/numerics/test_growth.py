@@ -1,0 +1,47 @@
+"""What the counted peak grows with: not with the group, and with the context by the state and nothing else."""
+
+import json
+
+import pytest
+
+from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.train import run_job
+
+
+def peak(folder, context, group_size, **changes):
+    values = {
+        "model": to_dict(load_model_config("qwen3_6_tiny")),
+        "hardware": {"name": "cpu", "backend": "cpu"},
+        "data": {"name": "needle", "ragged": False},
+        "tracking": {"mode": "disabled"},
+        "context": context,
+        "group_size": group_size,
+        "response_length": 64,
+        "chunk": 512,
+        **changes,
+    }
+    folder.mkdir()
+    run_job(from_dict(values), folder, run_id="x")
+    return json.loads((folder / "records.jsonl").read_text())
+
+
+@pytest.mark.slow
+def test_the_peak_does_not_grow_with_the_group(tmp_path):
+    two, eight = (peak(tmp_path / str(g), 16384, g) for g in (2, 8))
+    grown = eight["peak_allocated_bytes"] - two["peak_allocated_bytes"]
+    assert 0 <= grown < 0.005 * two["peak_allocated_bytes"]
+    assert eight["replayed_positions"] == 4 * two["replayed_positions"]
+    assert eight["peak_by_verb"]["replay"] - two["peak_by_verb"]["replay"] < 0.005 * two["peak_allocated_bytes"]
+
+
+@pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
+def test_doubling_the_context_adds_the_state_and_nothing_of_its_order(tmp_path, prompt_grad):
+    one, two, four = (peak(tmp_path / str(c), c, 2, prompt_grad=prompt_grad) for c in (1536, 3072, 6144))
+    keys = ["retained_bytes"] + ["state_gradient_bytes", "snapshot_bytes"] * (prompt_grad == "exact")
+    for less, more in ((one, two), (two, four)):
+        state = sum(more[key] - less[key] for key in keys)
+        tokens = (more["context"] - less["context"]) * 8
+        grown = more["peak_allocated_bytes"] - less["peak_allocated_bytes"]
+        # the recurrent state of the chunk that is being evaluated, and what rounding to blocks leaves
+        assert abs(grown - state - tokens) < 0.02 * more["peak_allocated_bytes"]
+        assert state > 0.05 * less["peak_allocated_bytes"]  # or there would be nothing to see
