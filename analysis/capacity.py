@@ -163,12 +163,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.paper:
         frame = with_paper(frame)
-    if options.csv:
-        write_csv(frame, options.csv)
-    if options.figure:
-        from analysis.figures import draw_capacity
+    try:
+        if options.csv:
+            write_csv(frame, options.csv)
+        if options.figure:
+            from analysis.figures import draw_capacity
 
-        draw_capacity(frame, options.figure)
+            draw_capacity(frame, options.figure)
+    except (OSError, ValueError) as error:  # matplotlib's for a suffix it does not know
+        print(f"analysis.capacity: {error}", file=sys.stderr)
+        return 2
     if options.csv != "-":
         print((latex if options.latex else markdown)(shown(frame), (*_RIGHT, "paper GB", "paper seconds")))
     return 0

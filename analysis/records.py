@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longstraw.schema import KEYS, SCHEMA, numbers
+from longstraw.schema import KEYS, SCHEMA, fits, numbers
 
 Row = dict[str, Any]
 
@@ -51,7 +51,7 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            found |= dict.fromkeys(sorted(path.rglob("records*.jsonl")))
+            found |= dict.fromkeys(sorted(file for file in path.rglob("records*.jsonl") if file.is_file()))
         elif path.exists():
             found[path] = None
         else:
@@ -67,7 +67,7 @@ def read_rows(path: Path, tell: Callable[[str], None] = note) -> list[Row]:
     match = re.fullmatch(r"records\.(\d+)\.jsonl", path.name)
     defaults = {"run_id": str(path.parent), "attempt": int(match[1]) if match else 0}
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(_content(path, tell).splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -78,11 +78,23 @@ def read_rows(path: Path, tell: Callable[[str], None] = note) -> list[Row]:
         if not isinstance(row, dict):
             tell(f"{path}:{number}: no record, left out")
             continue
-        if (row.get("schema") or 0) > SCHEMA:
-            tell(f"{path}:{number}: of schema {row['schema']}, this reads {SCHEMA}; newer keys are not shown")
         full = {key: row.get(key) for key in KEYS}
+        for key, value in full.items():
+            if value is not None and not fits(value, KEYS[key].type):
+                tell(f"{path}:{number}: {key} must be {KEYS[key].type.__name__}, not {value!r:.60}; taken as unknown")
+                full[key] = None
+        if (full["schema"] or 0) > SCHEMA:
+            tell(f"{path}:{number}: of schema {full['schema']}, this reads {SCHEMA}; newer keys are not shown")
         rows.append({**full, **{key: value for key, value in defaults.items() if full[key] is None}})
     return rows
+
+
+def _content(path: Path, tell: Callable[[str], None]) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        tell(f"{path}: cannot be read ({error.strerror}), left out")
+        return b""
 
 
 def merge(rows: Iterable[Row]) -> list[Job]:

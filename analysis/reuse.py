@@ -50,7 +50,7 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
         {
             "model": frame["model"].astype(str),
             "hardware": frame["hardware"].astype(str),
-            "context": frame["context"].map(lambda value: format_count(int(value))),
+            "context": frame["context"].map(lambda value: "" if pd.isna(value) else format_count(int(value))),
             "group": frame["group_size"].astype(str),
             "refresh every": frame["refresh_every"].astype(str),
             "steps since capture": frame["state_age"].astype(int).astype(str),
@@ -92,8 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.paper:
         frame = with_paper(frame)
-    if options.csv:
-        write_csv(frame, options.csv)
+    try:
+        if options.csv:
+            write_csv(frame, options.csv)
+    except OSError as error:
+        print(f"analysis.reuse: {error}", file=sys.stderr)
+        return 2
     if options.csv != "-":
         table = shown(frame)
         print((latex if options.latex else markdown)(table, list(table.columns)[2:]))

@@ -166,13 +166,14 @@ def check(row: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, KEYS, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; the keys are {', '.join(KEYS)}"
             raise RecordError(f"record key {name!r} is not in the listing{hint}")
-        if value is not None and not _fits(plain(value), KEYS[name].type):
+        if value is not None and not fits(plain(value), KEYS[name].type):
             raise RecordError(f"record key {name} must be {KEYS[name].type.__name__}, not {value!r}")
     if row.get("status") not in STATUSES:
         raise RecordError(f"record key status={row.get('status')!r} is not one of {', '.join(STATUSES)}")
 
 
-def _fits(value: Any, kind: type) -> bool:
+def fits(value: Any, kind: type) -> bool:
+    """Return whether a record may hold ``value`` under a key of type ``kind``: whole numbers pass as floats."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float if kind is float else kind)

@@ -133,6 +133,41 @@ def test_broken_lines_are_told_and_left_out(tmp_path, capsys):
     ]
 
 
+def test_values_of_another_type_are_told_and_taken_as_unknown(tmp_path, capsys):
+    path = write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}])
+    wrong = {"step": "1", "attempt": "2", "run_id": [1], "schema": "2", "refresh_every": "3", "loss_drift": "x"}
+    for key, value in wrong.items():
+        rows = [{"step": 0, "peak_allocated_bytes": 5, "run_id": "a"}, {**json.loads(path.read_text()), key: value}]
+        (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert 5 in table_of(tmp_path / "b.jsonl")["peak_allocated_bytes"].tolist()
+        assert re.search(rf":2: {key} must be \w+, not .*; taken as unknown", capsys.readouterr().err)
+        with pytest.raises(NoRecords):
+            reuse.reuse(load_jobs([tmp_path / "b.jsonl"]))
+
+
+def test_what_cannot_be_read_is_told_and_left_out(tmp_path, capsys):
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}])
+    (tmp_path / "b" / "records.jsonl").mkdir(parents=True)
+    assert table_of(tmp_path)["peak_allocated_bytes"].tolist() == [5]
+    told: list[str] = []
+    assert read_rows(tmp_path / "b" / "records.jsonl", told.append) == []  # a folder stands for any unreadable file
+    assert "cannot be read" in told[0]
+
+
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    drifts = {"refresh_every": 8, "state_age": 1, "loss_drift": 0.1, "logprob_drift": 0.1}
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5, "context": None, **drifts}])
+    for main, arguments in (
+        (capacity.main, ["--csv", str(tmp_path / "nowhere" / "a.csv")]),
+        (capacity.main, ["--figure", str(tmp_path / "nowhere" / "a.png")]),
+        (capacity.main, ["--figure", str(tmp_path / "a.xyz")]),
+        (reuse.main, ["--csv", str(tmp_path / "nowhere" / "a.csv")]),
+    ):
+        assert main([str(tmp_path), *arguments]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert reuse.main([str(tmp_path)]) == 0  # of a context nobody knows
+
+
 def test_newer_schemas_and_unknown_keys_are_read(tmp_path, capsys):
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps({**CASE, "schema": 2, "step": 0, "peak_allocated_bytes": 5, "a_new_key": 1}) + "\n")
