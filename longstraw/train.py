@@ -26,7 +26,9 @@ from longstraw.models.adapter import adapters_off, add_adapter, save_adapter
 from longstraw.models.decoder import Decoder
 from longstraw.models.weights import save_model
 from longstraw.observe import Progress, Watch
-from longstraw.record import Recorder, constant_keys, startup_facts
+from longstraw.provenance import startup_facts
+from longstraw.record import Recorder
+from longstraw.schema import constant_keys
 from longstraw.step import (
     Retained,
     StepResult,
@@ -123,15 +125,19 @@ class Trainer:
         retained = prefill(self.model, group.prompt, chunk=config.chunk, grad_from=grad_from, observer=self.watch)
         old = old_policy_logprobs(self.model, retained, group, algorithm, observer=self.watch)
         self.shared = Shared(group, retained, old, reference)
-        branches = sum(group.response_positions)
-        scored = branches * ((reference is not None) + (algorithm.old_logprobs == "score"))
-        return self.shared, retained.positions * (1 + (reference is not None)), scored
+        scored = sum(group.response_positions) * self._scorings()
+        scored += retained.positions if reference is not None else 0  # the reference evaluates the prompt for itself
+        return self.shared, retained.positions, scored
+
+    def _scorings(self) -> int:
+        """Return how often the responses are evaluated without a graph on a fresh prompt."""
+        return bool(self.config.algorithm.kl_coef) + (self.config.algorithm.old_logprobs == "score")
 
     def _drift(self, shared: Shared, result: StepResult) -> dict[str, float | None]:
         """Return how far log-probabilities and loss are from those on a freshly evaluated prompt.
 
         A state of age 0 is the freshly evaluated one, so its drift is 0; it is measured all the same where the state
-        will be reused.
+        will be reused. A loss on policy has none to tell: its ratios are 1 whatever the log-probabilities are.
         """
         if self.config.refresh_every == 1:
             return {"logprob_drift": 0.0, "loss_drift": 0.0}
@@ -140,12 +146,12 @@ class Trainer:
         fresh = score_fresh(self.model, shared.group, chunk=self.config.chunk, observer=self.watch)
         masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
         differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
+        drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean())}
+        if shared.old_logprobs is None and not self.config.algorithm.kl_coef:
+            return drift
         stale_loss, fresh_loss = (self._loss(shared, logprobs) for logprobs in (result.logprobs, fresh))
         change = abs(stale_loss - fresh_loss)
-        return {
-            "logprob_drift": float(torch.cat(differences).mean()),
-            "loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None,
-        }
+        return {**drift, "loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None}
 
     def _loss(self, shared: Shared, logprobs: list[Tensor]) -> float:
         """Return the group's loss for log-probabilities that are already there."""
@@ -206,8 +212,8 @@ class Trainer:
             self.config,
             prompt_positions=prompt_positions,
             responses=responses,
-            prefilled=result.prefilled_positions > 0,
-            scored=result.scored_positions // sum(responses),
+            prefilled=shared.age == 0,
+            scored=self._scorings() if shared.age == 0 else 0,
         )
         return {
             "prompt_positions": prompt_positions,

@@ -77,6 +77,8 @@ def test_measuring_drift_changes_neither_peak_nor_parameters(tmp_path):
     assert [row["peak_allocated_bytes"] for row in with_drift] == [row["peak_allocated_bytes"] for row in without]
     assert [row["grad_norm"] for row in with_drift] == [row["grad_norm"] for row in without]
     assert without[1]["logprob_drift"] is None
+    assert with_drift[1]["logprob_drift"] > 0
+    assert with_drift[1]["loss_drift"] is None  # on policy: the loss is the same whatever the prompt's state
 
 
 def test_kl_is_zero_at_first_and_grows(tmp_path):
@@ -84,7 +86,9 @@ def test_kl_is_zero_at_first_and_grows(tmp_path):
     kl = [row["kl"] for row in rows(tmp_path)]
     assert kl[0] == 0.0
     assert kl[2] > 1e-4
-    assert rows(tmp_path)[0]["scored_positions"] == rows(tmp_path)[0]["replayed_positions"]
+    first = rows(tmp_path)[0]
+    assert first["prefilled_positions"] == first["prompt_positions"] - 1
+    assert first["scored_positions"] == first["prefilled_positions"] + first["replayed_positions"]
 
 
 def test_an_adapter_trains_only_itself(tmp_path):
