@@ -204,8 +204,12 @@ def numbers(value: Any) -> Any:
 def constant_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys that the configuration alone decides, so that a row written before any step is complete.
 
-    ``mode`` is null while it is still ``auto``.
+    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step; a step's own row says what
+    was predicted of that step.
     """
+    from longstraw.budget import predict  # here: the analysis reads records and asks for no prediction
+
+    largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
     return {
         "claim": config.claim,
         "mode": None if config.mode == "auto" else config.mode,
@@ -226,6 +230,8 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad": config.prompt_grad,
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
+        "predicted_peak_bytes": largest.peak,
+        "predicted_bytes_by_kind": largest.by_kind,
     }
 
 

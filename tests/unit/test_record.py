@@ -187,6 +187,7 @@ def test_constant_keys_come_from_the_configuration():
     assert keys["mode"] is None
     assert (keys["model"], keys["hardware"], keys["data"], keys["claim"]) == ("qwen3_6_tiny", "cpu", "needle", "c")
     assert (keys["context"], keys["prompt_positions"], keys["prompt_grad_window"]) == (16384, 16320, 1024)
+    assert sum(keys["predicted_bytes_by_kind"].values()) == keys["predicted_peak_bytes"] > 0
     config.mode = "run"
     assert constant_keys(config)["mode"] == "run"
 

@@ -131,6 +131,7 @@ def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
     assert "no memory left" in row["error"]
     assert row["peak_verb"] == "prefill"
     assert row["model"] == "qwen3_6_tiny"
+    assert row["predicted_peak_bytes"] > row["peak_allocated_bytes"]
 
 
 def test_a_loss_that_is_not_finite_is_recorded_and_ends_the_job(tmp_path):
