@@ -5,6 +5,7 @@ T positions, d model width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -119,6 +120,13 @@ class Decoder(nn.Module):
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [T, d]."""
         return self.ops.logprob(hidden, effective_weight(self.lm_head), targets)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        """Copy everything but the ops, as for a reference policy: Python's modules, of which some are, have no copy."""
+        memo.update({id(part): part for part in self.ops})
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
 
     def _blocks(self) -> list[Block]:
         return list(self.model.layers)  # type: ignore[arg-type]

@@ -1,10 +1,14 @@
 """Models by name: sizes as published, weights by seed, memory while they are drawn."""
 
+import copy
+
 import pytest
 import torch
 
 from longstraw.config import ConfigError, load_model_config
+from longstraw.grpo import Group
 from longstraw.models import build_model, qwen3_6
+from longstraw.step import grpo_step
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("qwen3_6_27b", 26_895_998_464), ("glm_5_2", 743_377_000_704)])
@@ -44,3 +48,19 @@ def test_a_wrong_name_or_field_names_the_right_ones():
         build_model("qwen3_6_tiny", hiden_size=3)
     with pytest.raises(TypeError, match="num_hidden_layers belongs into it"):
         build_model(load_model_config("qwen3_6_tiny"), num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny"])
+def test_a_copy_is_a_model_of_its_own(name):
+    model = build_model(name)
+    copied = copy.deepcopy(model)
+    assert copied.ops == model.ops
+    group = Group([1, 2, 3], [[1], [2, 3]], [0.0, 1.0])
+    logprobs = [grpo_step(m, group, chunk=64).logprobs[1] for m in (model, copied)]
+    assert torch.equal(*logprobs)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert model.lm_head.weight.any()
+    grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, copied)]
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][n], grads[1][n]) and grads[0][n] is not grads[1][n] for n in grads[0])
