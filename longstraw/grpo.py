@@ -97,13 +97,21 @@ class Group:
         return [len(response) for response in self.responses]
 
     def to(self, device: torch.device | str) -> Group:
-        """Return the same group with its tensors on ``device``."""
+        """Return the same group with its tensors on ``device``, where autograd can keep them.
+
+        Those of a rollout under ``torch.inference_mode`` are copied: autograd refuses them.
+        """
+
+        def taken(values: Tensor) -> Tensor:
+            values = values.to(device)
+            return values.clone() if values.is_inference() else values
+
         moved = copy.copy(self)  # no second validation: it would read values back from the device
-        moved.prompt = self.prompt.to(device)
-        moved.responses = [response.to(device) for response in self.responses]
+        moved.prompt = taken(self.prompt)
+        moved.responses = [taken(response) for response in self.responses]
         for name in ("old_logprobs", "loss_masks"):
             values = getattr(self, name)
-            setattr(moved, name, None if values is None else [value.to(device) for value in values])
+            setattr(moved, name, None if values is None else [taken(value) for value in values])
         return moved
 
 
@@ -122,9 +130,10 @@ def _token_ids(values: Any, what: str) -> Tensor:
         raise ValueError(f"{what}: no tokens")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"{what}: token ids are {ids.dtype}, expected integers")
+    ids = ids.long()  # first: of unsigned 16-bit ids, as files of tokens have them, torch knows no minimum
     if int(ids.min()) < 0:
         raise ValueError(f"{what}: negative token id {int(ids.min())}")
-    return ids.long()
+    return ids
 
 
 def _reward(value: Any, i: int) -> float:

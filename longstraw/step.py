@@ -238,6 +238,9 @@ def grpo_step(
     """
     algorithm = algorithm or AlgorithmConfig()
     chunk = model.config.chunk if chunk is None else chunk
+    if response_length is not None and response_length < 1:
+        raise ValueError(f"response_length={response_length} must be at least 1, or None for the longest response")
+    check_autograd(model)
     check_group(group, model, algorithm, reference)
     group = group.to(model.lm_head.weight.device)
     scored = 0
@@ -286,7 +289,7 @@ def finish_step(
         retained,
         group,
         algorithm=algorithm,
-        response_length=response_length or max(group.response_positions),
+        response_length=max(group.response_positions) if response_length is None else response_length,
         old_logprobs=old_logprobs,
         reference_logprobs=reference_logprobs,
         observer=observer,
@@ -320,6 +323,14 @@ def old_policy_logprobs(
     if algorithm.old_logprobs == "score":
         return score(model, retained, group.responses, observer=observer)
     return group.old_logprobs if algorithm.old_logprobs == "data" else None
+
+
+def check_autograd(model: Decoder) -> None:
+    """Raise ``ValueError`` where a step could not leave a gradient on ``model``."""
+    if not torch.is_grad_enabled():
+        raise ValueError("a step needs autograd: call it outside torch.no_grad() and torch.inference_mode()")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of the model requires a gradient; set requires_grad_(True) on what is trained")
 
 
 def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, reference: Decoder | None) -> None:

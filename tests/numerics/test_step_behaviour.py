@@ -124,12 +124,37 @@ def test_token_beyond_the_vocabulary_is_refused(where, model):
         ({"prompt_grad": "exakt"}, "did you mean exact"),
         ({"prompt_grad_window": -1}, "prompt_grad_window=-1 must be 0 or more"),
         ({"algorithm": AlgorithmConfig(kl_coef=0.1)}, "needs a reference model"),
+        ({"response_length": 0}, "response_length=0 must be at least 1"),
+        ({"response_length": -1, "algorithm": AlgorithmConfig(normalize="constant")}, "response_length=-1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, model):
     group = Group([1, 2, 3], [[1], [2]], [0.0, 1.0])
     with pytest.raises(ValueError, match=message):
         grpo_step(model, group, **{"chunk": 64, **arguments})
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
+def test_a_step_without_autograd_or_parameters_to_train_says_so(off, prompt_grad):
+    model = tiny_model(num_hidden_layers=2)
+    group = make_group(model, 100, (5, 2))
+    with off(), pytest.raises(ValueError, match="outside torch"):
+        grpo_step(model, group, chunk=64, prompt_grad=prompt_grad)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        grpo_step(model.requires_grad_(False), group, chunk=64, prompt_grad=prompt_grad)
+
+
+def test_a_group_from_a_rollout_in_inference_mode_serves():
+    model = tiny_model(num_hidden_layers=2)
+    group = make_group(model, 100, (5, 2))
+    with torch.inference_mode():
+        tensors = [ids.clone() for ids in (group.prompt, *group.responses)]
+        masks = [torch.ones(len(ids), dtype=torch.bool) for ids in tensors[1:]]
+        made = Group(tensors[0], tensors[1:], group.rewards, loss_masks=masks)
+    assert made.prompt.is_inference()
+    losses = [grpo_step(model, g, chunk=64).loss for g in (made, Group(group.prompt, group.responses, group.rewards))]
+    assert torch.equal(*losses)
 
 
 def test_broken_weights_give_a_loss_that_says_so():

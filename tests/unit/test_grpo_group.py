@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,12 @@ def test_accepts_lists_tuples_and_tensors():
     assert group.rewards == [1.0, 0.0]
     assert group.prompt_positions == 3
     assert group.response_positions == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.uint32])
+def test_accepts_arrays_of_any_whole_numbers(dtype):
+    group = make(prompt=np.array(PROMPT, dtype=dtype), responses=[np.array(ids, dtype=dtype) for ids in RESPONSES])
+    assert (group.prompt.tolist(), [ids.tolist() for ids in group.responses]) == (PROMPT, RESPONSES)
 
 
 def test_accepts_a_prompt_and_responses_of_one_token():
