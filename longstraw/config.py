@@ -201,6 +201,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         choose("optimizer.name", self.name, ("adamw", "none"))
+        for key in ("lr", "eps", "weight_decay"):
+            at_least(f"optimizer.{key}", getattr(self, key), 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas={self.betas} must be two numbers from 0 to below 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:  # torch would turn the gradient round
+            raise ConfigError(f"optimizer.max_grad_norm={self.max_grad_norm} must be above 0; null: no clipping")
 
 
 @dataclass

@@ -36,8 +36,8 @@ def choose(key: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def at_least(key: str, value: float | None, least: float) -> None:
-    """Raise ``ConfigError`` if ``value`` is below ``least``; ``None`` passes."""
-    if value is not None and value < least:
+    """Raise ``ConfigError`` if ``value`` is below ``least``, or NaN; ``None`` passes."""
+    if value is not None and not value >= least:
         raise ConfigError(f"{key}={value} must be at least {least}")
 
 

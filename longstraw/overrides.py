@@ -103,6 +103,8 @@ def _check_one(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
 def _check_key(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
     """Check a key that is no group against each option it may meet, and each of its values against its type."""
     group, _, inner = argument.key.partition(".")
+    if inner == "name" and group in FOLDERS:  # it would be in every record, and nothing else would follow
+        raise ConfigError(f"{argument.text}: a name is its file's; write {group}=NAME")
     for option_name, schema in _schemas(group, choices):
         path = inner if option_name is not None else argument.key
         if not _has(schema, path):

@@ -165,7 +165,7 @@ def register() -> None:
 
 def new_folder(claim: str | None) -> str:
     """Make and return ``runs/<claim or longstraw>/<time>``, unused before: two commands in one second get two."""
-    parent = Path("runs") / re.sub(r"[^\w.-]", "_", claim or "longstraw")
+    parent = Path("runs") / re.sub(r"[^\w.-]|^\.+", "_", claim or "longstraw")[:100]  # never "..", nor too long
     parent.mkdir(parents=True, exist_ok=True)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{i}" for i in range(2, 1000))):

@@ -137,3 +137,20 @@ def test_a_checkpoints_own_sizes_hold(tmp_path):
 )
 def test_the_published_models_train_adapters_unless_told_otherwise(overrides, adapter):
     assert composed(*overrides).adapter.name == adapter
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("optimizer.lr=nan", "optimizer.lr=nan must be at least 0"),
+        ("optimizer.lr=-1e-5", "optimizer.lr=-1e-05 must be at least 0"),
+        ("optimizer.betas=[0.9]", "must be two numbers"),
+        ("optimizer.betas=[0.9,1]", "must be two numbers"),
+        ("optimizer.max_grad_norm=-1", "must be above 0; null: no clipping"),  # torch: the gradient turned round
+        ("optimizer.max_grad_norm=0", "must be above 0; null: no clipping"),
+        ("algorithm.clip_low=nan", "algorithm.clip_low=nan must be at least 0"),
+    ],
+)
+def test_numbers_that_could_only_go_wrong_later_are_refused(override, reason):
+    with pytest.raises(ConfigError, match=reason):
+        composed("model=qwen3_6_tiny", override)

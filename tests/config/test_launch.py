@@ -87,6 +87,13 @@ def test_commands_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     assert not any(Path(folder).exists() for folder in folders)
 
 
+@pytest.mark.parametrize("claim", ["..", ".", "../..", "a" * 300])
+def test_a_claim_of_any_shape_keeps_its_records_below_runs(tmp_path, monkeypatch, claim):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(run.new_folder(claim)).resolve()
+    assert folder.parent.parent == tmp_path / "runs"
+
+
 @pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(HardwareConfig) if f.name not in NOT_SLURMS])
 def test_every_key_of_the_hardware_reaches_slurm(key):
     full = launch.slurm_parameters(HardwareConfig(**FULL))

@@ -51,6 +51,7 @@ def test_valid(arguments):
         (["model={name: x}"], r"is not one of"),
         (["launch={detach: true}"], r"launch is a set of keys"),
         (["model@other=qwen3_6_tiny"], r"write model=NAME"),
+        (["algorithm.name=gspo"], r"write algorithm=NAME"),
         (["~group_size"], r"cannot be removed"),
         (["~model"], r"cannot be removed"),
         (["+group_size=3"], r"write group_size=3"),
