@@ -130,7 +130,7 @@ class Activations:
         scores = values // row * self.model.num_attention_heads
         if not backward:
             return max(3 * values * self.lengths.item, values * f + 2 * scores * f)
-        again = values // row * (2 * self.model.kv_lora_rank * f + 2 * TOKEN)
+        again = values // row * (self.model.kv_lora_rank * f + TOKEN + INDEX + 2)
         return 2 * values * f + again + 2 * scores * f
 
     def select(self, count: int, past: int) -> int:
@@ -189,14 +189,15 @@ class Activations:
         residuals = (layer + 1) * self.model.hidden_size * self.lengths.item
         return count * (residuals + handed * self._chosen(count, past) * INDEX)
 
-    def _added(self, count: int) -> int:
-        return count * sum(row[0] for row in self._rows()) * self.lengths.item
+    def _added(self, count: int, layers: int) -> int:
+        """What the first ``layers`` add to the state."""
+        model = self.model
+        indexers = sum(_indexes(model, i) for i in range(layers))
+        values = layers * (model.kv_lora_rank + model.qk_rope_head_dim) + indexers * model.index_head_dim
+        return count * values * self.lengths.item
 
-    def _rows(self) -> tuple[Shape, ...]:
-        state = state_shapes(self.model)
-        return state.learnt_rows + state.frozen_rows
-
-    def _forward(self, count: int, past: int) -> int:
+    def _forward(self, count: int, past: int, layers: int) -> int:
+        """Without a graph, ``layers`` of them whole."""
         model, w = self.model, self.lengths.item
         residual = 2 * model.hidden_size * w
         mixer = count * (residual + model.q_lora_rank * w + self.latents)
@@ -204,7 +205,8 @@ class Activations:
         rows = count * self._chosen(count, past) * INDEX
         attend = mixer + rows + count * (self.queries + self.outputs) + self.attend(count, past, backward=False)
         mlp = count * (5 * model.hidden_size + 3 * model.intermediate_size) * w
-        return max(choice, attend, mlp) + self._added(count)
+        choosing = max((i + 1 for i in range(layers) if _indexes(model, i)), default=0)
+        return max(choice + self._added(count, choosing), max(attend, mlp) + self._added(count, layers))
 
     def _head(self, count: int, backward: bool) -> int:
         model, f, w = self.model, self.lengths.inner, self.lengths.item
@@ -227,18 +229,21 @@ class Activations:
             sparse = _sparse(model, layer)
             inner = model.moe_intermediate_size * model.n_shared_experts if sparse else model.intermediate_size
             moments.append(mixer + rows + count * (self.feedforward(sparse) + 2 * inner * w + model.hidden_size * w))
-            grads = count * (self.queries + self.outputs + model.hidden_size * w)
-            moments.append(mixer + rows + grads + self.attend(count, past, backward=True))
+            given = count * model.num_attention_heads * (model.kv_lora_rank - model.v_head_dim) * w  # values are gone
+            grads = count * (
+                model.num_attention_heads * (model.kv_lora_rank + model.qk_rope_head_dim) + model.hidden_size
+            )
+            moments.append(mixer + rows + given + grads * w + self.attend(count, past, backward=True))
         return max(moments)
 
     def prefill(self, start: int, count: int) -> int:
         """Return the most that a chunk of ``count`` positions from ``start`` on holds."""
-        return self._forward(count, start)
+        return self._forward(count, start, self.model.num_hidden_layers - 1)
 
     def score(self) -> int:
         """Return the most that a branch without a graph holds."""
-        count = self.lengths.response
-        return max(self._forward(count, self.lengths.retained), self._head(count, backward=False))
+        count, layers = self.lengths.response, self.model.num_hidden_layers
+        return max(self._forward(count, self.lengths.retained, layers), self._head(count, backward=False))
 
     def replay(self) -> int:
         """Return the most that a branch with its backward holds."""
@@ -247,4 +252,5 @@ class Activations:
 
     def prompt_backward(self, start: int, count: int) -> int:
         """Return the most that a chunk evaluated again holds: all it adds to the state lives as long as its graph."""
-        return self._backward(count, start, self.model.num_hidden_layers - 1) + self._added(count)
+        layers = self.model.num_hidden_layers
+        return self._backward(count, start, layers - 1) + self._added(count, layers)

@@ -323,7 +323,7 @@ class Activations:
         return state_shapes(self.model).carried(self.lengths)
 
     def prefill(self, start: int, count: int) -> int:
-        """Return the most that a chunk of ``count`` positions from ``start`` on holds; its last block makes rows only."""
+        """Return the most that a chunk of ``count`` positions from ``start`` on holds; its last block makes rows."""
         last = 2 * self.keys * self.w if self.model.layer_types[-1] == "full_attention" else 0
         return self.forward(count, start, count * (self.rows - last) + self.carried - self.summary)
 

@@ -21,14 +21,15 @@ EXACT_KINDS = set(budget.KINDS) - {"activations"}
 
 CASES = {
     "exact": {"prompt_grad": "exact"},
-    "exact, two steps": {"context": 2300, "chunk": 1024, "steps": 2, "prompt_grad": "exact"},
+    "exact, two steps": {"context": 1200, "chunk": 512, "steps": 2, "prompt_grad": "exact"},
     "detached, a group of eight": {"group_size": 8, "optimizer": {"name": "none"}},
-    "one chunk": {"chunk": 4096, "prompt_grad": "exact"},
+    "one chunk": {"context": 1500, "chunk": 4096, "prompt_grad": "exact"},
     "long responses, a window": {
+        "context": 2300,
         "response_length": 1024,
         "chunk": 512,
         "prompt_grad": "exact",
-        "prompt_grad_window": 1500,
+        "prompt_grad_window": 700,
     },
     "odd lengths, scored": {
         "context": 1501,
@@ -46,6 +47,8 @@ CASES = {
     },
     "bfloat16": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "model": {"dtype": "bfloat16"}},
     "16Ki detached": {"context": 2**14},
+    "adapters": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "adapter": {"name": "lora"}},
+    "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": option("model", "glm_5_2_tiny")},
 }
 SLOW = {
     "16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"},

@@ -31,6 +31,19 @@ def test_parameters_of_the_published_model():
     assert sum(prod(shape) for _, shape in parameter_shapes(BIG)) == 26_895_998_464
 
 
+def test_the_other_published_model():
+    glm = load_model_config("glm_5_2")
+    assert sum(prod(shape) for _, shape in parameter_shapes(glm)) == 743_377_000_704
+    kinds = predicted(name="glm_5_2", adapter="lora").by_kind
+    assert kinds["retained"] == 95_232 * PROMPT
+    assert flops.linear_flops(glm) == pytest.approx(78.69e9, rel=1e-3)
+    assert 78 * flops.chosen_flops(glm, 999, 1000) == 10_862_592 * 1000
+    assert 78 * flops.chosen_flops(glm, 9999, 10000) == 10_862_592 * 2048
+    assert 78 * flops.chosen_flops(glm, 2000, 2100) == 10_862_592 * (sum(range(2001, 2049)) + 52 * 2048)
+    assert 21 * flops.index_flops(glm, 999, 1000) == pytest.approx(174_048 * 1000, rel=5e-3)
+    assert flops.pass_flops(glm, 0, 2**21) == pytest.approx(5.94e17, rel=5e-3)
+
+
 def test_state_of_the_published_model():
     kinds = predicted().by_kind
     assert kinds["parameters"] == pytest.approx(2 * 26_895_998_464, rel=1e-6)
