@@ -9,15 +9,13 @@ counts. Jobs that failed, ran out of memory or were refused have their row too.
 
 from __future__ import annotations
 
-import argparse
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from analysis.command import parser, refuse, run
 from analysis.records import Job, NoRecords, load_jobs, note
 from analysis.tables import latex, markdown, read_beside, write_csv
 from longstraw.units import GB, format_count
@@ -145,22 +143,13 @@ def _commit(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return 0, or 2 if there is nothing to tabulate."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis.capacity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="record files, or folders searched for records*.jsonl")
-    parser.add_argument("--csv", metavar="FILE", help="write exact values there; - prints them instead of the table")
-    parser.add_argument("--latex", action="store_true", help="print a booktabs tabular instead of Markdown")
-    parser.add_argument("--figure", metavar="FILE", help="draw peak against context and against group size")
-    parser.add_argument("--paper", action="store_true", help="add what the paper reports for the same case")
-    parser.add_argument("--claim", help="only records of this claim")
-    options = parser.parse_args(arguments)
+    known = parser("capacity", __doc__, paper="add what the paper reports for the same case")
+    known.add_argument("--figure", metavar="FILE", help="draw peak against context and against group size")
+    options = known.parse_args(arguments)
     try:
         frame = capacity(load_jobs(options.paths, options.claim))
     except NoRecords as error:
-        print(f"analysis.capacity: {error}", file=sys.stderr)
-        return 2
+        return refuse("capacity", error)
     if options.paper:
         frame = with_paper(frame)
     try:
@@ -171,13 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             draw_capacity(frame, options.figure)
     except (OSError, ValueError) as error:  # matplotlib's for a suffix it does not know
-        print(f"analysis.capacity: {error}", file=sys.stderr)
-        return 2
+        return refuse("capacity", error)
     if options.csv != "-":
         print((latex if options.latex else markdown)(shown(frame), (*_RIGHT, "paper GB", "paper seconds")))
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`
-    sys.exit(main())
+    run(main)

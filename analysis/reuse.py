@@ -4,18 +4,17 @@
 
 One row for each number of optimizer steps since the prompt was evaluated, from records with refresh_every above 1 in
 which the drift was measured: the relative difference of the loss and the mean absolute difference of the
-log-probabilities from a freshly evaluated prompt, averaged over the steps of that age.
+log-probabilities from a freshly evaluated prompt, averaged over the steps of that age. On policy the loss has no drift to
+tell; algorithm.old_logprobs=score holds it against the policy that evaluated the prompt.
 """
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 from collections.abc import Sequence
 
 import pandas as pd
 
+from analysis.command import parser, refuse, run
 from analysis.records import Job, NoRecords, load_jobs
 from analysis.tables import latex, markdown, read_beside, write_csv
 from longstraw.units import format_count
@@ -75,29 +74,18 @@ def _small(value: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; return 0, or 2 if there is nothing to tabulate."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m analysis.reuse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="record files, or folders searched for records*.jsonl")
-    parser.add_argument("--csv", metavar="FILE", help="write exact values there; - prints them instead of the table")
-    parser.add_argument("--latex", action="store_true", help="print a booktabs tabular instead of Markdown")
-    parser.add_argument("--paper", action="store_true", help="add what the paper reports at 1M positions")
-    parser.add_argument("--claim", help="only records of this claim")
-    options = parser.parse_args(arguments)
+    options = parser("reuse", __doc__, paper="add what the paper reports at 1M positions").parse_args(arguments)
     try:
         frame = reuse(load_jobs(options.paths, options.claim))
     except NoRecords as error:
-        print(f"analysis.reuse: {error}", file=sys.stderr)
-        return 2
+        return refuse("reuse", error)
     if options.paper:
         frame = with_paper(frame)
     try:
         if options.csv:
             write_csv(frame, options.csv)
     except OSError as error:
-        print(f"analysis.reuse: {error}", file=sys.stderr)
-        return 2
+        return refuse("reuse", error)
     if options.csv != "-":
         table = shown(frame)
         print((latex if options.latex else markdown)(table, list(table.columns)[2:]))
@@ -105,5 +93,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly under `| head`
-    sys.exit(main())
+    run(main)
