@@ -119,7 +119,7 @@ KEYS = _keys("""
     entropy                        float  mean over tokens, nats
     grad_norm                      float  before clipping
     logprob_drift                  float  mean absolute difference from a freshly evaluated prompt
-    loss_drift                     float  the loss's relative difference from the same; null on policy, where it has none
+    loss_drift                     float  the loss's relative difference from the same; null on policy: it has none
     commit                         str    of the checkout; null where there is none
     dirty                          bool   whether tracked files differed from that commit
     versions                       dict   of Python and the packages that matter
