@@ -135,11 +135,12 @@ def run_here(job: Job) -> int:
     """Run one job in this process; a mistake of the user's is one line, anything else a traceback."""
     where = f"traceback: {_shown(job.run_dir)}/error.txt"
     try:
-        with shown(Line(job.run_dir, "", job.config.steps)):
+        with _stoppable(), shown(Line(job.run_dir, "", job.config.steps)):
             execute(job.run_dir)
-    except KeyboardInterrupt:
-        leave_word(job.run_dir, "error", "interrupted from the keyboard")
-        return 130
+    except KeyboardInterrupt as stop:
+        number = signal.Signals(stop.args[0] if stop.args else signal.SIGINT)
+        leave_word(job.run_dir, "error", f"interrupted ({number.name})")
+        return 128 + number
     except Exception as error:
         if not is_users(error):
             traceback.print_exc()
@@ -204,8 +205,8 @@ def _why_dead(job: Job, handle: Any, ran: float) -> str:
 def _stoppable() -> Iterator[None]:
     """Let a termination signal end the jobs as Ctrl-C does, and let children see Ctrl-C whoever started us."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(number)
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

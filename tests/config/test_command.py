@@ -122,6 +122,19 @@ def test_an_interrupt_ends_the_jobs_it_started(stand_in):
     assert "job 0: error: interrupted" in out
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_job_that_is_stopped_leaves_word(stand_in, number):
+    command = [sys.executable, "-m", "longstraw.run", *TINY, "claim=hangs"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: list(stand_in.glob("runs/*/*/0/began")))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    (row,) = records(next(stand_in.glob("runs/*/*/0")))
+    assert (row["status"], row["error"]) == ("error", f"interrupted ({number.name})")
+
+
 def test_detached_jobs_run_on_alone(longstraw, stand_in):
     begun = time.monotonic()
     done = longstraw("-m", "seed=1,2", "launch.detach=true")
