@@ -44,18 +44,24 @@ class Observer:
 _UNOBSERVED = Observer()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Retained:
-    """A prompt that was evaluated once. A prompt backward spends it."""
+    """A prompt that was evaluated once. A prompt backward spends it: then it is refused."""
 
     states: list[RetainedState]
     prompt: Tensor  # [P]
     chunk: int
     grad_from: int | None  # the first position whose state gets a gradient; None: no position's does
+    spent: bool = False
 
     @property
     def positions(self) -> int:
         return len(self.prompt) - 1
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a spent prompt: the gradients still on its state would count twice."""
+        if self.spent:
+            raise ValueError("this retained prompt was spent by a prompt backward; prefill the prompt again")
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of the state by tensor name, over all layers."""
@@ -194,6 +200,8 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
     first, states = retained.grad_from, retained.states
     if first is None:
         return 0.0
+    retained.check()
+    retained.spent = True
     positions, difference = retained.positions, 0.0
     with observer.verb("prompt_backward", positions - first):
         for start in reversed(range(first, positions, retained.chunk)):
@@ -345,6 +353,7 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, refere
 
 def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy [R] of ``response`` after the prompt."""
+    retained.check()
     past = [state.leaves(retained.positions, grad) for state in retained.states]
     hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
     return model.logprobs(hidden, response)

@@ -8,6 +8,7 @@ from helpers import make_group, take_gradients, tiny_model, worst
 
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group
+from longstraw.models import build_model
 from longstraw.state import Appended
 from longstraw.step import grpo_step, prefill, prompt_backward, replay, score
 
@@ -33,6 +34,23 @@ def test_fifty_replays_of_one_branch_are_bitwise_equal(dtype):
     assert all(torch.equal(lp, logprobs[0]) for lp in [*logprobs, *scored])
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, held(retained), strict=True))
     assert prompt_backward(model, retained) == 0.0
+
+
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny"])
+def test_a_spent_prompt_is_refused(name):
+    """Of rows that are appended the gradient is still there: a second step on them would count it twice."""
+    model, group = build_model(name), Group(range(100), [[1, 2], [3]], [0.0, 1.0])
+    retained = prefill(model, group.prompt, chunk=64, grad_from=0)
+    again = (
+        lambda: replay(model, retained, group, algorithm=AlgorithmConfig(), response_length=2),
+        lambda: score(model, retained, group.responses),
+        lambda: prompt_backward(model, retained),
+    )
+    for use in again:
+        use()
+    for use in again:
+        with pytest.raises(ValueError, match="prefill the prompt again"):
+            use()
 
 
 def test_chunk_changes_no_retained_row_beyond_rounding(model):
