@@ -232,7 +232,7 @@ class _Mirror:
             return None
         if mode not in ("auto", "online", "offline"):
             _warn(f"WANDB_MODE={mode} is not one of online, offline, disabled; taken as offline")
-            mode = "offline"
+            mode = os.environ["WANDB_MODE"] = "offline"  # wandb reads it too, and refuses what it does not know
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry would ask for the network
         try:

@@ -243,6 +243,14 @@ def test_who_decides_the_mode(tmp_path, monkeypatch, caplog, tracking, environme
     assert any("WANDB_MODE=sometimes" in message for message in warnings(caplog)) == (environment == "sometimes")
 
 
+def test_a_mode_that_wandb_does_not_know_is_offline(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig()) as recorder:
+        recorder.log({"step": 0, "status": "ok"})
+    assert len(finished_runs(tmp_path / "run")[0].history) == 1
+    assert len(warnings(caplog)) == 1
+
+
 def test_online_without_a_key_goes_on_offline_and_asks_nobody(tmp_path, caplog):
     with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig(mode="online")) as recorder:
         recorder.log({"step": 0, "status": "ok"})
