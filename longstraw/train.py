@@ -205,15 +205,20 @@ class Trainer:
         longest = max(shared.group.response_positions)
         by_kind = self.watch.meter.bytes_by_kind()
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
+        fresh = shared.age == 0
         prediction = predict(
-            self.config, prompt_positions=prompt_positions, response_positions=longest, optimizer_held=optimizer_held
+            self.config,
+            prompt_positions=prompt_positions,
+            response_positions=longest,
+            optimizer_held=optimizer_held,
+            prefilled=fresh,
         )
         flops = step_flops(
             self.config,
             prompt_positions=prompt_positions,
             responses=responses,
-            prefilled=shared.age == 0,
-            scored=self._scorings() if shared.age == 0 else 0,
+            prefilled=fresh,
+            scored=self._scorings() if fresh else 0,
         )
         return {
             "prompt_positions": prompt_positions,
@@ -239,7 +244,7 @@ class Trainer:
             "state_gradient_bytes": self.watch.most["state_gradient"],
             "snapshot_bytes": self.watch.most["snapshots"],
             "seconds_by_verb": dict(self.watch.seconds),
-            "flops": flops,
+            "flops": flops if self.config.adapter.name == "none" else None,
             "recompute_difference": result.recompute_difference,
         }
 

@@ -41,12 +41,13 @@ def predict(
     response_positions: int,
     group_size: int | None = None,
     optimizer_held: bool | None = None,
+    prefilled: bool = True,
 ) -> Prediction:
     """Return the bytes that one step of ``config`` holds on one rank at most.
 
     ``prompt_positions`` include the last prompt token, which is replayed; ``response_positions`` are those of the
     longest response. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the
-    largest step of the job.
+    largest step of the job. A step on a prompt that an earlier one evaluated is not ``prefilled``.
     """
     lengths = _lengths(config, prompt_positions, response_positions, group_size or config.group_size)
     held = config.steps > 1 if optimizer_held is None else optimizer_held
@@ -73,12 +74,12 @@ def predict(
     moments = {
         "prefill": [
             held_with(activations.prefill(start, count), lengths.snapshots_before(start))
-            for start, count in lengths.chunks(0)
+            for start, count in (lengths.chunks(0) if prefilled else ())
         ],
         "replay": [held_with(activations.replay() + left, lengths.snapshots, learning)],
         "optimizer": [held_with(clipping_bytes(len(sizes)) + left, 0, learning | after)],
     }
-    if config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef:
+    if prefilled and (config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef):
         moments["score"] = [held_with(activations.score() + left, lengths.snapshots)]
     if lengths.grad_from is not None:
         spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more

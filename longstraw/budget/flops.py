@@ -17,13 +17,15 @@ WITH_BACKWARD = 4
 def step_flops(
     config: RunConfig, *, prompt_positions: int, responses: Sequence[int], prefilled: bool, scored: int
 ) -> float:
-    """Return the arithmetic of one step over all ranks.
+    """Return the arithmetic of one step that trains every parameter, over all ranks.
 
-    ``responses`` are the lengths of all responses; ``prefilled`` whether the prompt was evaluated in this step;
-    ``scored`` how often all responses were evaluated without a graph.
+    ``responses`` are the lengths of all responses; ``prefilled`` whether the prompt was evaluated in this step, and by
+    the reference too where there is a KL term; ``scored`` how often all responses were evaluated without a graph.
+    Beneath an adapter a third of the backward's products with weights is not made: that is not counted here.
     """
     model, retained = config.model, prompt_positions - 1
-    total = prompt_flops(model, 0, retained) if prefilled else 0.0
+    prompts = (1 + bool(config.algorithm.kl_coef)) * prefilled
+    total = prompts * prompt_flops(model, 0, retained)
     for response in responses:
         branch = branch_flops(model, retained, response)
         head = head_flops(model, response)

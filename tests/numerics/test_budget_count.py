@@ -39,6 +39,13 @@ CASES = {
         "prompt_grad": "exact",
         "algorithm": {"old_logprobs": "score"},
     },
+    "a prompt that two steps share": {
+        "context": 1500,
+        "chunk": 512,
+        "steps": 2,
+        "refresh_every": 2,
+        "measure_drift": False,
+    },
     "wider heads": {
         "context": 1500,
         "chunk": 512,
@@ -48,7 +55,7 @@ CASES = {
     "bfloat16": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "model": {"dtype": "bfloat16"}},
     "16Ki detached": {"context": 2**14},
     "adapters": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "adapter": {"name": "lora"}},
-    "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": option("model", "glm_5_2_tiny")},
+    "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
 SLOW = {
     "16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"},
@@ -58,8 +65,9 @@ SLOW = {
 
 
 def configured(**keys):
-    """Return a run of the tiny model; all responses as long as the longest."""
-    model = option("model", "qwen3_6_tiny") | keys.pop("model", {})
+    """Return a run of a tiny model; all responses as long as the longest."""
+    model = keys.pop("model", {})
+    model = option("model", model.get("name", "qwen3_6_tiny")) | model
     base = {"hardware": option("hardware", "cpu"), "data": {"name": "needle", "ragged": False}}
     sizes = {"context": 4096, "response_length": 128, "group_size": 2, "chunk": 2048, "prompt_grad": "detached"}
     return from_dict(base | sizes | {"model": model} | keys)
@@ -87,6 +95,7 @@ def differences(config, row):
         prompt_positions=row["prompt_positions"],
         response_positions=row["response_positions"],
         optimizer_held=row["step"] > 0,
+        prefilled=row["prefilled_positions"] > 0,
     )
     missed = []
     if abs(said.peak / row["peak_allocated_bytes"] - 1) > TOTAL:

@@ -114,6 +114,8 @@ def test_scoring_and_a_retained_prompt():
     assert prompt == pytest.approx(flops.prompt_flops(BIG, 0, 1000), rel=1e-9)
     forward = sum(flops.branch_flops(BIG, 1000, n) + flops.head_flops(BIG, n) for n in (10, 20))
     assert scored == pytest.approx(2 * forward, rel=1e-9)
+    reference = step_flops(configured(algorithm={"kl_coef": 0.1}), **once, prefilled=True, scored=0) - base
+    assert reference == pytest.approx(2 * prompt, rel=1e-9)
 
 
 def test_needs_no_torch():
