@@ -40,7 +40,8 @@ def execute(run_dir: str | Path) -> None:
         run_job(config, folder, attempt=attempt, **context)
     except Exception as error:
         if rank() == 0:
-            (folder / "error.txt").write_text(traceback.format_exc())
+            with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
+                (folder / "error.txt").write_text(traceback.format_exc())
             leave_word(folder, status_of(error), describe(error), attempt)
         raise
     if rank() == 0:
@@ -66,7 +67,10 @@ def leave_word(folder: Path, status: str, reason: str, attempt: int | None = Non
             print(f"longstraw: {error}", file=sys.stderr)
     else:
         status, reason = row["status"], row.get("error") or reason
-    _finish(folder, attempt or 0, status, reason)
+    try:
+        _finish(folder, attempt or 0, status, reason)
+    except OSError as error:  # without a result the job counts as failed
+        print(f"longstraw: {error}", file=sys.stderr)
 
 
 def _failure(folder: Path, row: dict[str, Any], status: str, reason: str) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def _shown(path: Path) -> str:
 
 
 def failed(job: Job) -> bool:
-    """Return whether a job that is over did not end well."""
-    row = last_row(job.run_dir)
-    return row is None or row.get("status") != "ok"
+    """Return whether a job that is over did not end well; its last row may be of a step before the disk was full."""
+    row, result = last_row(job.run_dir), read_json(job.run_dir / "result.json")
+    return row is None or row.get("status") != "ok" or result.get("status") != "ok"
 
 
 def run_here(job: Job) -> int:

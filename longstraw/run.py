@@ -62,7 +62,7 @@ def main() -> None:
         _start(quiet)
     except Exception as error:
         if quiet and _is_users(error):
-            stop(str(error))
+            stop(str(error).split("\n    full_key:")[0])  # OmegaConf's own view of where it was
         raise
     finally:
         _remove_unused()
@@ -85,7 +85,7 @@ def _is_users(error: Exception) -> bool:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    return isinstance(error, ConfigError | HydraException | OmegaConfBaseException)
+    return isinstance(error, ConfigError | HydraException | OmegaConfBaseException | OSError)  # a full disk, no right
 
 
 def _start(quiet: bool) -> None:

@@ -58,6 +58,14 @@ def test_a_refusal_is_short_and_leaves_nothing(longstraw, stand_in, arguments, r
     assert not list(stand_in.glob("runs/*/*"))
 
 
+@pytest.mark.parametrize("arguments", [[], ["-m"]])
+def test_a_folder_that_cannot_be_made_is_one_line(longstraw, stand_in, arguments):
+    (stand_in / "runs").write_text("")
+    done = longstraw(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [line[:11] for line in done.stderr.splitlines()] == ["longstraw: "]
+
+
 def test_one_job_runs_in_this_process_and_ends_with_its_table(longstraw):
     done = longstraw("steps=2", "group_size=8")
     assert done.returncode == 0, done.stderr

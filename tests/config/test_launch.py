@@ -274,6 +274,27 @@ def test_only_rank_0_writes(stand_in, monkeypatch):
     assert {path.name for path in job.run_dir.iterdir()} == {"spec.json", "error.txt", "result.json", "records.jsonl"}
 
 
+def test_a_disk_too_full_for_a_job_s_last_files_hides_nothing(stand_in, capsys):
+    job = prepared(stand_in, config())[0]
+    spec = json.loads((job.run_dir / "spec.json").read_text())
+    spec["config"]["group_size"] = 1
+    (job.run_dir / "spec.json").write_text(json.dumps(spec))
+    for name in ("error.txt", "result.json"):
+        (job.run_dir / name).mkdir()  # cannot be written, also not by root
+    with pytest.raises(ConfigError, match="group_size=1"):
+        launch.execute(job.run_dir)
+    assert "result.json" in capsys.readouterr().err
+    assert last_row(job.run_dir)["status"] == "error"
+
+
+def test_a_job_without_a_result_has_failed_whatever_its_last_step_says(tmp_path):
+    job = prepared(tmp_path, config())[0]
+    (job.run_dir / "records.jsonl").write_text('{"status": "ok", "step": 0}\n')
+    assert launch.failed(job)
+    (job.run_dir / "result.json").write_text('{"status": "ok"}')
+    assert not launch.failed(job)
+
+
 def test_signals_are_as_before_after_a_queue(stand_in):
     before = signal.getsignal(signal.SIGTERM)
     with launch._stoppable():
