@@ -57,8 +57,8 @@ CASES = {
     "adapters": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "adapter": {"name": "lora"}},
     "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
-SLOW = {
-    "16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"},
+SLOW = {"16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"}}
+LONG = {
     "64Ki detached": {"context": 2**16, "group_size": 8},
     "64Ki exact": {"context": 2**16, "prompt_grad": "exact"},
 }
@@ -117,7 +117,14 @@ def differences(config, row):
     return missed
 
 
-@pytest.mark.parametrize("keys", [*CASES.values(), *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW.values())])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *CASES.values(),
+        *(pytest.param(keys, marks=pytest.mark.slow) for keys in SLOW.values()),
+        *(pytest.param(keys, marks=pytest.mark.long) for keys in LONG.values()),
+    ],
+)
 def test_the_count_is_predicted(count, keys):
     config, rows = count(keys)
     assert [differences(config, row) for row in rows] == [[]] * config.steps
