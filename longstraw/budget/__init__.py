@@ -57,9 +57,10 @@ def predict(
     optimizer = optimizer_bytes(config, sizes)
     inputs = rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN)
     carried = state.carried(lengths)
+    models = 2 if config.algorithm.kl_coef and config.adapter.name == "none" else 1  # the reference is another model
 
     def held_with(verb_activations: int, snapshots: int = 0, more: dict[str, int] | None = None) -> dict[str, int]:
-        kinds = dict.fromkeys(KINDS, 0) | {"parameters": frozen + sum(sizes), "inputs": inputs}
+        kinds = dict.fromkeys(KINDS, 0) | {"parameters": models * (frozen + sum(sizes)), "inputs": inputs}
         kinds |= {"optimizer": optimizer if held else 0, "retained": state.rows(lengths) + carried}
         kinds |= {"activations": verb_activations, "snapshots": snapshots * carried}
         return kinds | (more or {})
@@ -80,7 +81,8 @@ def predict(
         "optimizer": [held_with(clipping_bytes(len(sizes)) + left, 0, learning | after)],
     }
     if prefilled and (config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef):
-        moments["score"] = [held_with(activations.score() + left, lengths.snapshots)]
+        own = config.algorithm.old_logprobs == "score"  # a reference's state has no snapshots
+        moments["score"] = [held_with(activations.score() + left, lengths.snapshots if own else 0)]
     if lengths.grad_from is not None:
         spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more
         moments["prompt_backward"] = [

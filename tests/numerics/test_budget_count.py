@@ -46,6 +46,7 @@ CASES = {
         "refresh_every": 2,
         "measure_drift": False,
     },
+    "a reference": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "algorithm": {"kl_coef": 0.1}},
     "wider heads": {
         "context": 1500,
         "chunk": 512,
