@@ -25,12 +25,21 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from longstraw.config import DTYPES, INNER_CHUNK, AdapterConfig, AlgorithmConfig, ConfigError, at_least, choose
+from longstraw.config import (
+    DTYPES,
+    INNER_CHUNK,
+    AdapterConfig,
+    AlgorithmConfig,
+    ConfigError,
+    at_least,
+    choose,
+    gradient_start,
+)
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.state import Past
-from longstraw.step import gradient_start, grpo_step
+from longstraw.step import grpo_step
 from longstraw.units import parse_count
 
 MODES = ("exact", "window", "detached")

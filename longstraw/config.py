@@ -61,6 +61,7 @@ __all__ = [
     "conf_dir",
     "from_composed",
     "from_dict",
+    "gradient_start",
     "inner_chunk",
     "load_model_config",
     "native_length_warning",
@@ -294,6 +295,19 @@ class RunConfig:
     @property
     def prompt_positions(self) -> int:
         return self.context - self.response_length
+
+
+def gradient_start(positions: int, chunk: int, prompt_grad: str, window: int | None) -> int | None:
+    """Return the first of ``positions`` retained ones whose state gets a gradient, or None if none does.
+
+    A window counts back from the last retained position, rounded up to a chunk border.
+    """
+    choose("prompt_grad", prompt_grad, PROMPT_GRADS)
+    if window is not None and window < 0:
+        raise ValueError(f"prompt_grad_window={window} must be 0 or more, or None for the whole prompt")
+    if prompt_grad == "detached" or window == 0 or positions == 0:
+        return None
+    return 0 if window is None else max(positions - window, 0) // chunk * chunk
 
 
 GROUPS: dict[str, type[Any]] = {

@@ -227,6 +227,17 @@ ARCHITECTURES: dict[str, type[ModelConfig]] = {"qwen3_6": Qwen36Config, "glm_5_2
 _MODEL_TYPES = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6", "glm_moe_dsa": "glm_5_2"}
 
 
+# What adapter=lora adapts where it names no targets.
+DEFAULT_TARGETS = {
+    "qwen3_6": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("in_proj_qkv", "in_proj_z", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ),
+    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
+
+
 def inner_chunk(key_width: int) -> int:
     """Return the positions that the delta rule solves at a time: a power of two near the width of a key head.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw.config import INNER_CHUNK, PROMPT_GRADS, AlgorithmConfig, choose
+from longstraw.config import INNER_CHUNK, AlgorithmConfig, gradient_start
 from longstraw.grpo import Group, Statistics, advantages, branch_loss, denominators
 from longstraw.models.decoder import Decoder
 from longstraw.state import RetainedState
@@ -86,19 +86,6 @@ class StepResult:
     replayed_positions: int
     scored_positions: int  # evaluated without a graph beyond the prefill, the reference's own prompt included
     recomputed_positions: int  # prompt positions evaluated again by the prompt backward
-
-
-def gradient_start(positions: int, chunk: int, prompt_grad: str, window: int | None) -> int | None:
-    """Return the first of ``positions`` retained ones whose state gets a gradient, or None if none does.
-
-    A window counts back from the last retained position, rounded up to a chunk border.
-    """
-    choose("prompt_grad", prompt_grad, PROMPT_GRADS)
-    if window is not None and window < 0:
-        raise ValueError(f"prompt_grad_window={window} must be 0 or more, or None for the whole prompt")
-    if prompt_grad == "detached" or window == 0 or positions == 0:
-        return None
-    return 0 if window is None else max(positions - window, 0) // chunk * chunk
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longstraw.budget import predict, step_flops
-from longstraw.config import RunConfig, native_length_warning, to_dict
+from longstraw.config import RunConfig, gradient_start, native_length_warning, to_dict
 from longstraw.data import Task, build_task
 from longstraw.failures import describe, status_of
 from longstraw.grpo import Group, advantages, branch_loss, denominators
@@ -34,7 +34,6 @@ from longstraw.step import (
     StepResult,
     check_group,
     finish_step,
-    gradient_start,
     old_policy_logprobs,
     prefill,
     score_fresh,

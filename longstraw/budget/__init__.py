@@ -14,8 +14,8 @@ from math import prod
 from longstraw.budget import glm_5_2, qwen3_6
 from longstraw.budget.flops import step_flops
 from longstraw.budget.sizes import BLOCK, ITEM, TOKEN, Lengths, Shape, StateShapes, rounded, tensors
-from longstraw.config import RunConfig
-from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config import RunConfig, gradient_start
+from longstraw.model_config import DEFAULT_TARGETS, Glm52Config, ModelConfig, Qwen36Config
 
 __all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
 
@@ -101,9 +101,7 @@ def total(kinds: dict[str, int]) -> int:
 
 def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengths:
     retained, window, item = prompt - 1, config.prompt_grad_window, ITEM[config.model.dtype]
-    grad_from: int | None = None
-    if config.prompt_grad == "exact" and window != 0 and retained:  # as step.gradient_start
-        grad_from = 0 if window is None else max(retained - window, 0) // config.chunk * config.chunk
+    grad_from = gradient_start(retained, config.chunk, config.prompt_grad, window)
     return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]))
 
 
@@ -131,16 +129,6 @@ def parameter_shapes(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 FROZEN = ".indexer."  # what chooses rows gets no gradient
 
-# Targets of an adapter that names none, as ``models.adapter`` has them
-LORA_TARGETS = {
-    "qwen3_6": (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("in_proj_qkv", "in_proj_z", "out_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ),
-    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-}
-
 
 def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     """Return what is trained, each with the bytes of a number, and the bytes of what is frozen."""
@@ -149,7 +137,7 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     if config.adapter.name == "none":
         still = tensors([shape for name, shape in shapes if FROZEN in name], item)
         return [(shape, item) for name, shape in shapes if FROZEN not in name], still + buffer_bytes(config.model)
-    targets, rank = config.adapter.targets or LORA_TARGETS[config.model.architecture], config.adapter.rank
+    targets, rank = config.adapter.targets or DEFAULT_TARGETS[config.model.architecture], config.adapter.rank
     adapted = [
         shape
         for name, shape in shapes

@@ -7,7 +7,7 @@ from math import prod
 
 from longstraw.budget import glm_5_2, qwen3_6
 from longstraw.budget.sizes import Shape
-from longstraw.config import RunConfig, inner_chunk
+from longstraw.config import RunConfig, gradient_start, inner_chunk
 from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
 
 # A backward takes twice its forward; with every block, and every tile of logits, evaluated again it makes four in all.
@@ -30,9 +30,8 @@ def step_flops(
         branch = branch_flops(model, retained, response)
         head = head_flops(model, response)
         total += (scored + WITH_BACKWARD) * (branch + head)
-    window = config.prompt_grad_window
-    if config.prompt_grad == "exact" and window != 0 and retained:
-        start = 0 if window is None else max(retained - window, 0) // config.chunk * config.chunk
+    start = gradient_start(retained, config.chunk, config.prompt_grad, config.prompt_grad_window)
+    if start is not None:
         total += WITH_BACKWARD * prompt_flops(model, start, retained)
     return float(total)
 

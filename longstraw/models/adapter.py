@@ -18,19 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import AdapterConfig, ConfigError
+from longstraw.model_config import DEFAULT_TARGETS
 from longstraw.models.decoder import Decoder
 from longstraw.models.weights import CheckpointError, new_folder, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TARGETS = {
-    "qwen3_6": (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("in_proj_qkv", "in_proj_z", "out_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ),
-    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-}
 _ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for the fused experts of transformers' class
 _NAME = "default"  # PEFT's name for the only adapter of a model
 _PREFIX = "base_model.model."

@@ -9,11 +9,12 @@ from helpers import furthest, make_group, relative, whole, worst
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longstraw.config import gradient_start
 from longstraw.models import build_model
 from longstraw.models.decoder import Decoder
 from longstraw.models.glm_5_2 import Glm52Block
 from longstraw.ops.latent import reference
-from longstraw.step import gradient_start, grpo_step, prefill
+from longstraw.step import grpo_step, prefill
 
 BAR = 1e-12
 CASES = [

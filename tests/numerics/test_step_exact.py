@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import furthest, make_group, oracle, relative, take_gradients, tiny_model, whole, worst
 
-from longstraw.config import AlgorithmConfig
+from longstraw.config import AlgorithmConfig, gradient_start
 from longstraw.layers.delta import GatedDeltaNet
-from longstraw.step import gradient_start, grpo_step
+from longstraw.step import grpo_step
 
 BAR = 1e-12
 LENGTHS = {2: (1, 70), 3: (5, 1, 67), 8: (1, 2, 3, 64, 5, 1, 9, 66)}
