@@ -29,6 +29,10 @@ class Job:
 
     @property
     def status(self) -> str:
+        """How the job ended; ``unfinished`` where steps are missing: it is running, or was killed without a word."""
+        step, asked = self.last["step"], self.last["steps"]
+        if self.last["status"] == "ok" and None not in (step, asked) and step + 1 < asked:
+            return "unfinished"
         return self.last["status"] or "error"
 
     def known(self, key: str) -> Any:

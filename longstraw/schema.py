@@ -73,6 +73,7 @@ KEYS = _keys("""
     dp                             int    replicas of a group
     nodes                          int    machines
     selfcheck                      str    outcome of the kernels' self-check on this device
+    steps                          int    optimizer steps the job was asked for
     step                           int    optimizer step, from 0
     group_size                     int    responses that share the prompt
     context                        int    positions of one branch: prompt and longest allowed response
@@ -230,6 +231,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad": config.prompt_grad,
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
+        "steps": config.steps,
         "predicted_peak_bytes": largest.peak,
         "predicted_bytes_by_kind": largest.by_kind,
     }

@@ -296,3 +296,13 @@ def test_analysis_runs_where_torch_cannot_be_imported(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out.png").exists()
+
+
+def test_a_job_that_stopped_without_a_word_is_not_ok(tmp_path):
+    done = [{"step": step, "steps": 3, "peak_allocated_bytes": 5} for step in range(3)]
+    write(tmp_path / "killed", done[:2])
+    write(tmp_path / "whole", done)
+    assert {row["run_id"]: row["status"] for row in table_of(tmp_path).to_dict("records")} == {
+        "killed": "unfinished",
+        "whole": "ok",
+    }
