@@ -1,6 +1,7 @@
 """LongStraw, detached and exact, beside transformers' own class that runs every response with its whole prompt.
 
-    python -m benchmarks.against_transformers [prompt=2048,8192,16384] [group=8] [response=64] [branches=2]
+    python -m benchmarks.against_transformers [prompt=2048,8192,16384] [chunk=2048] [group=8] [response=64]
+        [branches=2]
 
 Both sides compute the same GRPO loss and its gradient for every parameter of one tiny hybrid, from one checkpoint,
 in float32. Each measurement is a process of its own, so that peaks are its own; the sides take turns. transformers
@@ -65,7 +66,9 @@ def transformers_step(model: Any, group: Group, branches: int) -> tuple[float, l
     return (time.perf_counter() - begun) / branches * len(group.responses), scored
 
 
-def measure(side: str, folder: str, prompt: int, group_size: int, response: int, branches: int) -> dict[str, Any]:
+def measure(
+    side: str, folder: str, prompt: int, group_size: int, response: int, branches: int, chunk: int
+) -> dict[str, Any]:
     """Return seconds, peak bytes and the first branch's log-probabilities of one side, in this process."""
     group = make_group(prompt, group_size, response)
     if side == "transformers":
@@ -82,33 +85,34 @@ def measure(side: str, folder: str, prompt: int, group_size: int, response: int,
         return {"seconds": seconds, "peak": meter.peak, "logprobs": scored[0].tolist()}
     model = load_model(folder, dtype="float32")
     begun = time.perf_counter()
-    result = grpo_step(model, group, chunk=2048, prompt_grad=side)
+    result = grpo_step(model, group, chunk=chunk, prompt_grad=side)
     seconds = time.perf_counter() - begun
     model.zero_grad()
     with MemoryMeter() as meter:
         meter.tag("parameters", list(model.parameters()))
-        grpo_step(model, group, chunk=2048, prompt_grad=side)
+        grpo_step(model, group, chunk=chunk, prompt_grad=side)
     return {"seconds": seconds, "peak": meter.peak, "logprobs": result.logprobs[0].tolist()}
 
 
 def main(arguments: list[str]) -> None:
-    """Measure every side at every prompt length and print a table; each line of JSON goes to stderr as it comes."""
+    """Measure every side at every prompt length and print a table."""
     if arguments[:1] == ["measure"]:
         side, folder, *numbers = arguments[1:]
         print(json.dumps(measure(side, folder, *map(int, numbers))))
         return
-    options = {"prompt": "2048,8192,16384", "group": "8", "response": "64", "branches": "2"}
+    options = {"prompt": "2048,8192,16384", "chunk": "2048", "group": "8", "response": "64", "branches": "2"}
     options |= dict(argument.split("=", 1) for argument in arguments)
     group_size, response = int(options["group"]), int(options["response"])
     branches = int(options["branches"]) or group_size
-    print(f"group {group_size}, response {response}; transformers: {branches} of {group_size} branches run\n")
+    ran = f"transformers: {branches} of {group_size} branches run"
+    print(f"group {group_size}, response {response}, chunk {options['chunk']}; {ran}\n")
     print("| prompt | side | seconds | speed | peak MB | memory |\n|---:|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         save_model(build_model("qwen3_6_tiny", seed=0), Path(folder) / "model")
         for prompt in map(int, options["prompt"].split(",")):
             found = {}
             for side in SIDES:
-                shape = (str(prompt), str(group_size), str(response), str(branches))
+                shape = (str(prompt), str(group_size), str(response), str(branches), options["chunk"])
                 command = [sys.executable, "-m", __spec__.name, "measure", side, f"{folder}/model", *shape]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 found[side] = json.loads(output.splitlines()[-1])
