@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -261,6 +262,42 @@ def branch_loss(
 
     loss = _kept(per_token, keep).sum() / denominator
     return BranchLoss(loss, Statistics(tokens, (clipped & keep).sum(), kl))
+
+
+def branch_losses(
+    group: Group,
+    algorithm: AlgorithmConfig,
+    response_length: int,
+    old_logprobs: list[Tensor] | None,
+    reference_logprobs: list[Tensor] | None,
+    device: torch.device,
+) -> Iterator[Callable[[Tensor], BranchLoss]]:
+    """Yield for each response what turns its log-probabilities [R] on ``device`` into its share of the loss.
+
+    What a branch needs comes to ``device`` when its turn comes: nothing there grows with the group.
+    """
+
+    def each(values: list[Tensor] | None) -> Iterator[Tensor | None]:
+        return (None if values is None else values[i].to(device) for i in range(len(group.responses)))
+
+    parts = zip(
+        advantages(group.rewards, algorithm.scale_rewards),
+        denominators(group, algorithm, response_length),
+        each(old_logprobs),
+        each(reference_logprobs),
+        each(group.loss_masks),
+        strict=True,
+    )
+    for advantage, denominator, old, reference, mask in parts:
+        yield partial(
+            branch_loss,
+            advantage=advantage,
+            algorithm=algorithm,
+            denominator=denominator,
+            old_logprobs=old,
+            reference_logprobs=reference,
+            mask=mask,
+        )
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:

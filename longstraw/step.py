@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from longstraw.config import INNER_CHUNK, AlgorithmConfig, gradient_start
-from longstraw.grpo import Group, Statistics, advantages, branch_loss, denominators
+from longstraw.grpo import Group, Statistics, branch_losses
 from longstraw.models.decoder import Decoder
 from longstraw.state import RetainedState
 
@@ -144,28 +144,16 @@ def replay(
     Gradients add up on the parameters and, where it takes part, on the retained state. Returns the group's loss, the
     log-probabilities [R] of each response on the host, the mean entropy and the counts of the loss.
     """
-    device = retained.prompt.device
-    parts = zip(
-        group.responses,
-        advantages(group.rewards, algorithm.scale_rewards),
-        denominators(group, algorithm, response_length),
-        *(_each(x, group) for x in (old_logprobs, reference_logprobs, group.loss_masks)),
-        strict=True,
+    losses_of = branch_losses(
+        group, algorithm, response_length, old_logprobs, reference_logprobs, retained.prompt.device
     )
+    masks: Sequence[Tensor | None] = group.loss_masks or [None] * len(group.responses)
     losses, logprobs, entropies, statistics = [], [], [], []
     with observer.verb("replay", sum(group.response_positions)):
-        for response, advantage, denominator, old, reference, mask in parts:
+        for response, loss_of, mask in zip(group.responses, losses_of, masks, strict=True):
             lp, entropy = _branch(model, retained, response, grad=retained.grad_from is not None)
             observer.holds(retained.states)
-            branch = branch_loss(
-                lp,
-                advantage=advantage,
-                algorithm=algorithm,
-                denominator=denominator,
-                old_logprobs=None if old is None else old.to(device),
-                reference_logprobs=None if reference is None else reference.to(device),
-                mask=None if mask is None else mask.to(device),
-            )
+            branch = loss_of(lp)
             branch.loss.backward()
             losses.append(branch.loss.detach())
             logprobs.append(lp.detach().cpu())
@@ -350,7 +338,3 @@ def _kept_sum(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return values.sum()
     return torch.where(mask.to(values.device), values, torch.zeros_like(values)).sum()
-
-
-def _each(values: list[Tensor] | None, group: Group) -> Sequence[Tensor | None]:
-    return [None] * len(group.responses) if values is None else values

@@ -19,7 +19,7 @@ from longstraw.budget import predict, step_flops
 from longstraw.config import RunConfig, gradient_start, native_length_warning, to_dict
 from longstraw.data import Task, build_task
 from longstraw.failures import describe, status_of
-from longstraw.grpo import Group, advantages, branch_loss, denominators
+from longstraw.grpo import Group, advantages, branch_losses
 from longstraw.memory import MemoryMeter
 from longstraw.models import build_model, load_model
 from longstraw.models.adapter import adapters_off, add_adapter, save_adapter
@@ -154,31 +154,15 @@ class Trainer:
 
     def _loss(self, shared: Shared, logprobs: list[Tensor]) -> float:
         """Return the group's loss for log-probabilities that are already there."""
-        group, algorithm = shared.group, self.config.algorithm
-        nothing: list[Tensor | None] = [None] * len(logprobs)
-        parts = zip(
-            logprobs,
-            advantages(group.rewards, algorithm.scale_rewards),
-            denominators(group, algorithm, self.config.response_length),
-            shared.old_logprobs or nothing,
-            shared.reference_logprobs or nothing,
-            group.loss_masks or nothing,
-            strict=True,
+        losses = branch_losses(
+            shared.group,
+            self.config.algorithm,
+            self.config.response_length,
+            shared.old_logprobs,
+            shared.reference_logprobs,
+            torch.device("cpu"),
         )
-        return sum(
-            float(
-                branch_loss(
-                    lp,
-                    advantage=advantage,
-                    algorithm=algorithm,
-                    denominator=denominator,
-                    old_logprobs=None if old is None else old.cpu(),
-                    reference_logprobs=reference,
-                    mask=None if mask is None else mask.cpu(),
-                ).loss
-            )
-            for lp, advantage, denominator, old, reference, mask in parts
-        )
+        return sum(float(loss_of(lp).loss) for loss_of, lp in zip(losses, logprobs, strict=True))
 
     def _update(self, loss: Tensor) -> float:
         """Clip the gradients, take the optimizer's step and drop them; return their norm before clipping.
