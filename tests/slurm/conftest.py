@@ -1,0 +1,70 @@
+"""A real SLURM for the tests of this folder: two pretended nodes of this machine with eight pretended GPUs each."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
+PACKAGES = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+REQUIRED = "LONGSTRAW_REQUIRE_SLURM"  # set where the tests must run, as in CI
+
+
+def _script(name, *arguments, env=None):
+    """Run one of the scripts beside this file, for a minute at most; return its exit status and what it said."""
+    with tempfile.TemporaryFile("w+") as said:  # no pipe: a daemon that kept it open would keep us waiting
+        command = ["bash", str(HERE / name), *map(str, arguments)]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=60, env=env, check=False
+        )
+        said.seek(0)
+        return done.returncode, said.read()
+
+
+def _unavailable():
+    """Return why no SLURM can be started here; empty if one can."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in NEEDED if not shutil.which(name, path=path)]
+    if missing:
+        return f"no {', '.join(missing)} here; install SLURM with: {PACKAGES}"
+    return "" if os.geteuid() == 0 else "SLURM's daemons with GPUs want root"
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Start SLURM for the session; return its folder. Skips where it is not installed, unless it is required."""
+    if reason := _unavailable():
+        (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(reason)
+    worker = re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "")) or "0"
+    port = 16817 + 20 * int(worker)
+    state = Path(
+        tempfile.mkdtemp(prefix="longstraw-slurm-", dir="/tmp")
+    )  # not pytest's folder: a socket's path must be short
+    code, said = _script("start_slurm.sh", state, 2, env={**os.environ, "LONGSTRAW_SLURM_PORT": str(port)})
+    try:
+        assert code == 0, said
+        yield state
+    finally:
+        _script("stop_slurm.sh", state)
+        shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture
+def slurm(cluster, monkeypatch):
+    """Point this test, and what it starts, at the running SLURM; return a function that calls one of its commands."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_CONF", str(cluster / "etc" / "slurm.conf"))
+
+    def call(*command):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    yield call
+    subprocess.run(["scancel", "--quiet", f"--user={os.getuid()}"], timeout=30, check=False)
