@@ -109,6 +109,7 @@ class HardwareConfig:
     cpus_per_task: int | None = None
     host_memory_gb: float | None = None
     time_min: int = 24 * 60  # the job's limit in minutes, on SLURM and for local subprocesses alike
+    warn_s: int = 300  # SLURM tells a job so long before its limit: time for one chunk or branch, and a checkpoint
     timeout_s: int = 600  # after which ranks that wait for a dead one give up
     partition: str | None = None
     account: str | None = None
@@ -117,11 +118,12 @@ class HardwareConfig:
     exclude: str | None = None
     comment: str | None = None
     setup: list[str] = field(default_factory=list)  # shell lines before the job's command
+    python: str | None = None  # starts Python on a node, such as "apptainer exec --nv image.sif python"; None: this one
     slurm: dict[str, Any] = field(default_factory=dict)  # further submitit parameters, such as slurm_mail_user
 
     def __post_init__(self) -> None:
         choose("hardware.backend", self.backend, ("cpu", "cuda"))
-        for key in ("nodes", "ranks", "time_min", "timeout_s", "cpus_per_task"):
+        for key in ("nodes", "ranks", "time_min", "timeout_s", "warn_s", "cpus_per_task"):
             at_least(f"hardware.{key}", getattr(self, key), 1)
 
     @property
