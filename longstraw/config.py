@@ -103,6 +103,8 @@ class HardwareConfig:
     nodes: int = 1
     gpus_per_node: int = 0
     ranks: int | None = None
+    dp: int = 1  # groups of ranks that each take a prompt of their own; the ranks of one share its positions
+    ep: int | None = None  # ranks that the experts are shared out over; None: as many as divide both
     gpu: str | None = None  # the name in --gres=gpu:NAME:COUNT
     memory_gb: float | None = None  # of one device, 10^9 bytes; None: what the machine has
     reserve_gb: float = 0.0  # of it, kept for the CUDA context and communication buffers
@@ -123,7 +125,7 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         choose("hardware.backend", self.backend, ("cpu", "cuda"))
-        for key in ("nodes", "ranks", "time_min", "timeout_s", "warn_s", "cpus_per_task"):
+        for key in ("nodes", "ranks", "dp", "ep", "time_min", "timeout_s", "warn_s", "cpus_per_task"):
             at_least(f"hardware.{key}", getattr(self, key), 1)
 
     @property
