@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, from_dict
-from longstraw.failures import describe, status_of
+from longstraw.config import ConfigError, HardwareConfig, from_dict
+from longstraw.failures import RankLostError, describe, status_of
+from longstraw.parallel.started import check_world_size, started, threads
+from longstraw.parallel.words import word_of, words_folder, write_word
 from longstraw.provenance import startup_facts
 from longstraw.record import append_row
 from longstraw.schema import RecordError, constant_keys
@@ -25,24 +29,28 @@ from longstraw.table import last_row
 def execute(run_dir: str | Path) -> None:
     """Run the job that ``run_dir/spec.json`` describes and leave ``result.json``; raise what the job raised.
 
-    Whatever happens to the job, short of a kill, its records have a line that says so. Only rank 0 writes.
+    Every rank of a job calls this. Whatever happens to the job, its records have a line that says so; rank 0 writes it,
+    or, once that one is lost, another. Each rank that fails leaves its reason, and each has a log of its own.
     """
     folder = Path(run_dir)
     spec = json.loads((folder / "spec.json").read_text())
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     try:
         config = from_dict(spec["config"])
-        # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is loaded
+        _prepare_process()
         from longstraw.train import run_job  # imports torch
 
         context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
-        run_job(config, folder, attempt=attempt, **context)
+        with _connected(config.hardware, folder, attempt) as ranks:
+            run_job(config, folder, attempt=attempt, **context, **ranks)
     except Exception as error:
-        if rank() == 0:
+        if rank() == 0 or _inherits(folder, attempt, error):
             with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
                 (folder / "error.txt").write_text(traceback.format_exc())
-            leave_word(folder, status_of(error), describe(error), attempt)
+            leave_word(folder, status_of(error), describe(error), attempt, failed_rank(error))
+        if started().world_size > 1:
+            lost = RankLostError(rank(), socket.gethostname(), f"failed: {describe(error)}", status_of(error))
+            write_word(words_folder(folder, attempt), rank(), word_of(lost))  # unless it has left one
         raise
     if rank() == 0:
         row = last_row(folder) or {}
@@ -50,11 +58,68 @@ def execute(run_dir: str | Path) -> None:
 
 
 def rank() -> int:
-    """Return this process's rank as SLURM or torchrun tell it; 0 without either."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+    """Return this process's rank as submitit, SLURM or torchrun tell it; 0 without any."""
+    return started().rank
 
 
-def leave_word(folder: Path, status: str, reason: str, attempt: int | None = None) -> None:
+def failed_rank(error: BaseException) -> int:
+    """Return the rank that an exception is to be blamed on."""
+    return error.rank if isinstance(error, RankLostError) else rank()
+
+
+def _prepare_process() -> None:
+    """Set what torch reads when it is loaded."""
+    # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if started().world_size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads(started())))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is a page of C++ frames otherwise
+
+
+@contextlib.contextmanager
+def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator[dict[str, Any]]:
+    """Yield what the training loop is told of the ranks: nothing if there is one."""
+    check_world_size(started(), hardware)
+    if started().world_size == 1:
+        yield {}
+        return
+    from longstraw.parallel.ranks import connect
+
+    def last_word(lost: RankLostError) -> None:
+        if rank() == 0 or _inherits(folder, attempt, lost):
+            leave_word(folder, status_of(lost), describe(lost), attempt, lost.rank)
+
+    words = words_folder(folder, attempt)
+    words.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(words / f"{rank()}.log", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        with connect(hardware, folder, attempt, last_word=last_word) as ranks:
+            yield {"ranks": ranks}
+    except Exception as error:
+        logging.getLogger(__name__).error("rank %d ends: %s", rank(), describe(error), exc_info=True)
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _inherits(folder: Path, attempt: int, error: BaseException) -> bool:
+    """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
+    if not isinstance(error, RankLostError) or error.rank != 0:
+        return False
+    words = words_folder(folder, attempt)
+    with contextlib.suppress(OSError):
+        words.mkdir(parents=True, exist_ok=True)
+        (words / "heir").touch(exist_ok=False)
+        return True
+    return False
+
+
+def leave_word(
+    folder: Path, status: str, reason: str, attempt: int | None = None, failed_rank: int | None = None
+) -> None:
     """See to it that the records of a job that ended badly say so, and write its ``result.json``.
 
     For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone.
@@ -62,7 +127,7 @@ def leave_word(folder: Path, status: str, reason: str, attempt: int | None = Non
     row = last_row(folder)
     if row is None or row.get("status") == "ok":
         try:
-            append_row(folder, _failure(folder, row or {}, status, reason), attempt)
+            append_row(folder, _failure(folder, row or {}, status, reason, failed_rank), attempt)
         except (RecordError, OSError) as error:  # a full disk must not hide what went wrong before
             print(f"longstraw: {error}", file=sys.stderr)
     else:
@@ -73,7 +138,7 @@ def leave_word(folder: Path, status: str, reason: str, attempt: int | None = Non
         print(f"longstraw: {error}", file=sys.stderr)
 
 
-def _failure(folder: Path, row: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
+def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed_rank: int | None) -> dict[str, Any]:
     spec = json.loads((folder / "spec.json").read_text())
     constants: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):  # a spec that cannot be read may be what went wrong
@@ -87,6 +152,7 @@ def _failure(folder: Path, row: dict[str, Any], status: str, reason: str) -> dic
         "command": spec["command"],
         "status": status,
         "error": reason,
+        "failed_rank": failed_rank,
     }
 
 
