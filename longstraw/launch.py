@@ -1,11 +1,10 @@
 """Jobs: checked all together, frozen, then run in this process, as local processes or through SLURM.
 
-The doorway to submitit. A command either launches all of its jobs or, where one is wrong, none.
+A command either launches all of its jobs or, where one is wrong, none.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -19,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_composed, from_dict, to_dict
+from longstraw.config import ConfigError, RunConfig, from_composed, from_dict, to_dict
 from longstraw.failures import describe, is_users
 from longstraw.job import execute, leave_word, write_json
-from longstraw.place import Place, find, resolve, visible_gpus
-from longstraw.table import last_row, read_json, table
+from longstraw.place import Place, find, resolve
+from longstraw.slurm import Submitted
+from longstraw.submit import check_slurm, start_local, submit_slurm
+from longstraw.table import has_result, last_row, read_json, table
 from longstraw.watch import Line, Screen, shown
 
 POLL_SECONDS = 0.5
@@ -64,13 +65,14 @@ def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list
     """Return the jobs, each frozen to its ``spec.json``; raise ``ConfigError`` naming every job that is wrong."""
     jobs: list[Job] = []
     wrong = [(given.num, given.error) for given in drafts if given.error]
+    asked: dict[str, str] = {}  # what sbatch said of each set of resources
     for given in drafts:
         if given.config is None:
             continue
         try:
             place = resolve(given.config)
             if place.where == "slurm":
-                slurm_executor(given.run_dir.parent, given.config)
+                check_slurm(given.run_dir.parent, given.config, asked)
         except (ConfigError, NameError, ValueError, RuntimeError) as error:
             wrong.append((given.num, str(error)))
             continue
@@ -186,8 +188,10 @@ def _look(job: Job, line: Line, handles: dict[int, Any], started: dict[int, floa
     if handle is None or line.state in ("done", "failed"):
         return False
     if not handle.done():
+        line.note = handle.note() if isinstance(handle, Submitted) else ""
         return line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
-    if not (job.run_dir / "result.json").exists():
+    line.note = ""
+    if not has_result(job.run_dir):
         ran = time.monotonic() - started.get(job.num, time.monotonic())
         leave_word(job.run_dir, "error", _why_dead(job, handle, ran))
     return line.become("failed" if failed(job) else "done")
@@ -232,92 +236,6 @@ def labels(jobs: Sequence[Job]) -> list[str]:
     """Return what tells each job of a sweep from the others: its number and the overrides not shared by all."""
     shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
     return [" ".join([f"job {job.num}", *(text for text in job.overrides if text not in shared)]) for job in jobs]
-
-
-def start_local(job: Job) -> Any:
-    """Start one job as a process of this machine, through submitit's local executor; return its handle."""
-    import submitit
-
-    executor = submitit.LocalExecutor(folder=job.run_dir / "log")
-    executor.update_parameters(**local_parameters(job.config.hardware))
-    with _stderr_to(job.run_dir / "log" / "controller.err"):
-        return executor.submit(execute, str(job.run_dir))
-
-
-@contextmanager
-def _stderr_to(path: Path) -> Iterator[None]:
-    """Let processes started meanwhile write their errors to a file: submitit's controller dies of Ctrl-C in a page."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    try:
-        with path.open("ab") as file:
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:
-    """Return submitit's parameters for a local job. No warning signal: at the limit the launcher says what happened."""
-    parameters: dict[str, Any] = {
-        "timeout_min": hardware.time_min,
-        "signal_delay_s": 0,
-        "tasks_per_node": hardware.world_size,
-        "stderr_to_stdout": True,
-        "setup": hardware.setup,
-    }
-    if hardware.gpus_per_node:
-        gpus = [int(name) for name in visible_gpus() if name.isdecimal()]
-        parameters |= {"gpus_per_node": hardware.gpus_per_node, "visible_gpus": gpus}
-    return parameters
-
-
-def slurm_parameters(hardware: HardwareConfig) -> dict[str, Any]:
-    """Return submitit's parameters for a SLURM job: one task a GPU, or one task a rank on processors."""
-    tasks = hardware.gpus_per_node or -(-hardware.world_size // hardware.nodes)
-    srun = ["--kill-on-bad-exit=1"]  # or the other ranks hold their GPUs until a collective times out
-    if hardware.cpus_per_task is not None:
-        srun.append(f"--cpus-per-task={hardware.cpus_per_task}")  # since 22.05 srun does not inherit it
-    gres = ":".join(filter(None, ("gpu", hardware.gpu, str(hardware.gpus_per_node))))
-    parameters: dict[str, Any] = {
-        "nodes": hardware.nodes,
-        "tasks_per_node": tasks,
-        "cpus_per_task": hardware.cpus_per_task,
-        "mem_gb": hardware.host_memory_gb,
-        "timeout_min": hardware.time_min,
-        "stderr_to_stdout": True,
-        "slurm_gres": gres if hardware.gpus_per_node else None,
-        "slurm_setup": hardware.setup or None,
-        "slurm_srun_args": srun,
-    }
-    for key in ("partition", "account", "qos", "constraint", "exclude", "comment"):
-        parameters[f"slurm_{key}"] = getattr(hardware, key)
-    return {key: value for key, value in (parameters | hardware.slurm).items() if value is not None}
-
-
-def slurm_executor(folder: Path, config: RunConfig, cluster: str = "slurm") -> Any:
-    """Return a submitit executor that asks for a job's resources; raise ``NameError`` for a key submitit lacks."""
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=folder / "logs" / "%j", cluster=cluster)
-    executor.update_parameters(name="longstraw", **slurm_parameters(config.hardware))
-    if config.launch.max_parallel is not None:
-        executor.update_parameters(slurm_array_parallelism=config.launch.max_parallel)
-    return executor
-
-
-def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[int, Any]:
-    """Submit the jobs, one array for each set of resources; return submitit's handles by job number."""
-    arrays: dict[str, list[Job]] = {}
-    for job in jobs:
-        arrays.setdefault(json.dumps(slurm_parameters(job.config.hardware), sort_keys=True), []).append(job)
-    executors = [(slurm_executor(folder, array[0].config, cluster), array) for array in arrays.values()]
-    handles: dict[int, Any] = {}
-    for executor, array in executors:
-        submitted = executor.map_array(execute, [str(job.run_dir) for job in array])
-        handles |= {job.num: handle for job, handle in zip(array, submitted, strict=True)}
-    return handles
 
 
 def write_manifest(jobs: Sequence[Job], folder: Path, handles: dict[int, Any]) -> None:

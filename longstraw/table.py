@@ -44,6 +44,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def has_result(run_dir: Path) -> bool:
+    """Return whether a job has said how it ended; one that was preempted has not ended."""
+    return read_json(run_dir / "result.json").get("status") not in (None, "preempted")
+
+
 def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
     """Return the table of a command's jobs, one row each (worst peak, all seconds, last loss), then their errors."""
     rows, reasons = [], []

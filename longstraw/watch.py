@@ -26,6 +26,7 @@ class Line:
     steps: int
     state: str = "queued"
     since: float = field(default_factory=time.monotonic)
+    note: str = ""  # what SLURM has to say of it
     _verb: tuple[Any, ...] = ()
     _start: tuple[float, float] = (0.0, 0.0)  # when the verb was first seen, and how far it was
 
@@ -39,7 +40,7 @@ class Line:
     def progress(self) -> str:
         """Return how far the job is: its step and verb, position counts and the time left in the verb."""
         if self.state == "queued":
-            return ""
+            return self.note
         if self.state in ("done", "failed"):
             return str((last_row(self.run_dir) or {}).get("error") or "")
         now = read_json(self.run_dir / "progress.json")

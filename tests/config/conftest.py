@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,12 @@ def stand_in(tmp_path, monkeypatch):
     (hook / "sitecustomize.py").write_text(FINDER)
     (hook / "loop.py").write_text(LOOP)
     (tmp_path / "work").mkdir()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("git", "sh"):  # no sbatch, whatever this machine has
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), str(ROOT)]))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path / "work")

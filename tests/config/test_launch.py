@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longstraw import launch, place, run, watch
+from longstraw import launch, place, run, submit, watch
 from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict, load_model_config, to_dict
 from longstraw.failures import describe, status_of
 from longstraw.job import leave_word, rank
@@ -30,10 +30,11 @@ FULL = {
     "constraint": "nvlink",
     "exclude": "n7",
     "comment": "straw",
+    "warn_s": 60,
     "setup": ["module load cuda"],
     "slurm": {"slurm_mail_user": "me"},
 }
-NOT_SLURMS = {"name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s"}
+NOT_SLURMS = {"python", "dp", "ep", "name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s"}
 
 
 def config(hardware=CPU, **values):
@@ -96,13 +97,13 @@ def test_a_claim_of_any_shape_keeps_its_records_below_runs(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("key", [f.name for f in dataclasses.fields(HardwareConfig) if f.name not in NOT_SLURMS])
 def test_every_key_of_the_hardware_reaches_slurm(key):
-    full = launch.slurm_parameters(HardwareConfig(**FULL))
-    without = launch.slurm_parameters(HardwareConfig(**{name: value for name, value in FULL.items() if name != key}))
+    full = submit.slurm_parameters(HardwareConfig(**FULL))
+    without = submit.slurm_parameters(HardwareConfig(**{name: value for name, value in FULL.items() if name != key}))
     assert full != without
 
 
 def test_slurm_parameters():
-    assert launch.slurm_parameters(HardwareConfig(**FULL)) == {
+    assert submit.slurm_parameters(HardwareConfig(**FULL)) == {
         "nodes": 4,
         "tasks_per_node": 8,
         "cpus_per_task": 12,
@@ -119,8 +120,10 @@ def test_slurm_parameters():
         "slurm_exclude": "n7",
         "slurm_comment": "straw",
         "slurm_mail_user": "me",
+        "slurm_signal_delay_s": 60,
+        "slurm_additional_parameters": {"requeue": True},
     }
-    ranks = launch.slurm_parameters(HardwareConfig(name="c", backend="cpu", nodes=2, ranks=4))
+    ranks = submit.slurm_parameters(HardwareConfig(name="c", backend="cpu", nodes=2, ranks=4))
     assert (ranks["tasks_per_node"], "slurm_gres" in ranks) == (2, False)
 
 
@@ -131,7 +134,8 @@ def slurm(tmp_path, monkeypatch):
     tools.mkdir()
     kept.mkdir()
     scripts = {
-        "sbatch": f'n=$(ls {kept} | wc -l); cp "$1" {kept}/$n; echo "Submitted batch job 10$n"',
+        "sbatch": f'[ "$1" = --test-only ] && exit; n=$(ls {kept} | wc -l); cp "$1" {kept}/$n; echo "job 10$n"',
+        "scontrol": "echo 'MaxArraySize = 3'",
         "srun": "exit 1",
         "scancel": "exit 0",
         "sacct": "exit 0",
@@ -148,7 +152,7 @@ def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     small, long = {**CPU, "partition": "p"}, {**CPU, "partition": "p", "time_min": 7}
     jobs = prepared(tmp_path, config(small), config(long), config(small, seed=1))
     assert {job.place.where for job in jobs} == {"slurm"}
-    handles = launch.submit_slurm(jobs, tmp_path)
+    handles = submit.submit_slurm(jobs, tmp_path)
     first, second = slurm()
     assert "#SBATCH --array=0-1" in first
     assert "#SBATCH --time=1440" in first
@@ -168,10 +172,10 @@ def test_a_key_slurm_has_not_is_refused_before_submission(tmp_path, slurm):
 
 
 def test_local_jobs_have_the_hardwares_limit_and_its_gpus(monkeypatch):
-    assert launch.local_parameters(HardwareConfig(**CPU, time_min=7))["timeout_min"] == 7
-    assert "gpus_per_node" not in launch.local_parameters(HardwareConfig(**CPU))
-    monkeypatch.setattr(launch, "visible_gpus", lambda: ["2", "3"])
-    parameters = launch.local_parameters(HardwareConfig(name="cuda", gpus_per_node=1))
+    assert submit.local_parameters(HardwareConfig(**CPU, time_min=7))["timeout_min"] == 7
+    assert "gpus_per_node" not in submit.local_parameters(HardwareConfig(**CPU))
+    monkeypatch.setattr(submit, "visible_gpus", lambda: ["2", "3"])
+    parameters = submit.local_parameters(HardwareConfig(name="cuda", gpus_per_node=1))
     assert (parameters["gpus_per_node"], parameters["visible_gpus"]) == (1, [2, 3])
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = [  # a module imports from its own layer or a lower one, never from a higher
-    {"longstraw", "units", "config", "model_config"},
+    {"longstraw", "units", "config", "model_config", "failures"},
     {"grpo", "ops"},
     {"state"},
     {"layers"},
@@ -19,10 +19,10 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"budget", "memory"},
     {"step", "sample"},
     {"simulate"},
-    {"schema", "provenance", "place", "progress", "failures"},
+    {"schema", "provenance", "place", "progress", "slurm"},
     {"record", "data", "checkpoint"},
     {"observe", "train", "table"},
-    {"job", "watch"},
+    {"job", "watch", "submit"},
     {"launch"},
     {"run", "overrides", "audit", "selfcheck", "status", "plan"},
 ]
@@ -37,7 +37,7 @@ DOORWAYS = {  # the modules, or packages with all they hold, in which a dependen
         "longstraw.run",
         "hydra_plugins",
     },
-    "submitit": {"longstraw.launch"},
+    "submitit": {"longstraw.submit"},
     "wandb": {"longstraw.record", "analysis"},
     "safetensors": {"longstraw.models.weights"},
     "transformers": {"longstraw.models.weights", "longstraw.data.tokenizer"},

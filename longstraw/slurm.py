@@ -1,0 +1,243 @@
+"""What SLURM says, asked through its own commands, each with a time limit. Needs no accounting.
+
+Only commands every site has: ``squeue`` knows a job until some minutes after its end, ``sacct``, where a site keeps
+accounts, for longer. Submission is ``launch.py``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ASK_SECONDS = 30  # a command that has not answered by then is taken as not answering
+POLL_SECONDS = 2.0  # between two questions for the states of jobs, however many ask
+FORGET_SECONDS = 60.0  # a job that nobody has known for so long is over
+LAG_SECONDS = 10.0  # that a file written on a node may take to be seen here
+OVER = {  # states a job does not leave
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+FIELDS = "JobArrayID:|,State:|,RestartCnt:|,Reason:|"
+
+
+class SlurmError(RuntimeError):
+    """SLURM refused something or does not answer; the message has its own words."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What SLURM knows of one job. ``state`` is SLURM's word, or ``UNKNOWN``."""
+
+    state: str = "UNKNOWN"
+    restarts: int = 0
+    reason: str = ""  # why it waits, or how it ended
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+def ask(*command: str, stdin: str | None = None) -> str:
+    """Return what one of SLURM's commands says; raise ``SlurmError`` if it refuses, is missing or does not answer."""
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, errors="replace"
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]} is not on PATH; run this where SLURM's commands are") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} has not answered for {ASK_SECONDS} s") from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]} cannot be run: {error.strerror}") from None
+    if done.returncode:
+        raise SlurmError(_words(done.stderr) or f"{command[0]} ended with {done.returncode} and said nothing")
+    return done.stdout
+
+
+def _words(text: str) -> str:
+    """Return what a command said, in one line."""
+    return "; ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def array_limit() -> int:
+    """Return how many jobs one array may have at this site."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    return max(int(found[1]), 1) if found else 1001
+
+
+def refusal(script: str) -> str:
+    """Return why ``sbatch`` would not take a batch script, in its own words; empty if it would."""
+    try:
+        ask("sbatch", "--test-only", stdin=script)
+    except SlurmError as error:
+        return str(error)
+    return ""
+
+
+def states() -> dict[str, Known]:
+    """Return what ``squeue`` knows of this user's jobs, by id (``7`` or ``7_0``): pending, running, ended of late."""
+    said = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--Format={FIELDS}")
+    known = {}
+    for line in said.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) >= 4:
+            reason = "" if cells[3] == "None" else cells[3]
+            known[cells[0]] = Known(cells[1], int(cells[2]) if cells[2].isdecimal() else 0, reason)
+    return known
+
+
+def accounts(ids: Iterable[str]) -> dict[str, Known]:
+    """Return what ``sacct`` knows of the jobs; nothing where the site keeps no accounts."""
+    arrays = sorted({job_id.split("_")[0] for job_id in ids})
+    said = ask("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State", "-j", ",".join(arrays))
+    rows = [line.split("|") for line in said.splitlines()]
+    return {row[0]: Known(row[1].split()[0]) for row in rows if len(row) >= 2 and row[1].strip()}
+
+
+@dataclass
+class Queue:
+    """The states of many jobs, asked for all at once and not too often."""
+
+    trouble: str = ""  # why SLURM does not answer, if it does not
+    _known: dict[str, Known] = field(default_factory=dict)
+    _asked: float = -1e9
+    _seen: dict[str, float] = field(default_factory=dict)  # when a job was last known, or first asked for
+    _over: dict[str, float] = field(default_factory=dict)  # when it was first known to be over
+
+    def look(self, job_id: str) -> Known:
+        """Return what is known of a job. One that SLURM has forgotten is ``UNKNOWN``; see ``forgotten``."""
+        now = time.monotonic()
+        self._seen.setdefault(job_id, now)
+        if now - self._asked >= POLL_SECONDS:
+            self._asked = now
+            self._refresh()
+        return self._known.get(job_id, Known())
+
+    def forgotten(self, job_id: str) -> bool:
+        """Return whether SLURM answers and has not known this job for a while: then it is long over."""
+        return not self.trouble and time.monotonic() - self._seen.get(job_id, time.monotonic()) > FORGET_SECONDS
+
+    def over_for(self, job_id: str) -> float:
+        """Return for how many seconds a job has been known to be over."""
+        return time.monotonic() - self._over.get(job_id, time.monotonic())
+
+    def _refresh(self) -> None:
+        try:
+            found = states()
+            self.trouble = ""
+        except SlurmError as error:  # its controller may be restarting: the jobs run on, what was known still holds
+            self.trouble = str(error)
+            return
+        lost = [job_id for job_id in self._seen if job_id not in found and not self._known.get(job_id, Known()).over]
+        if lost:
+            with contextlib.suppress(SlurmError):  # not every site keeps accounts
+                found = {**accounts(lost), **found}
+        self._known |= found
+        now = time.monotonic()
+        for job_id in self._seen:
+            over = self._known.get(job_id, Known()).over
+            if over:
+                self._over.setdefault(job_id, now)
+            else:
+                self._over.pop(job_id, None)
+            if job_id in found or over:
+                self._seen[job_id] = now
+            else:
+                self._known.pop(job_id, None)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that SLURM has. Asked like submitit's own handles, which need accounting to learn that a job died."""
+
+    job_id: str
+    paths: Any  # submitit's, of rank 0
+    queue: Queue
+    has_result: Callable[[], bool] = lambda: False  # whether the job has left its last word
+
+    @property
+    def known(self) -> Known:
+        return self.queue.look(self.job_id)
+
+    @property
+    def state(self) -> str:
+        """What ``launch`` shows: ``PENDING`` for all that waits, else SLURM's own word."""
+        state = self.known.state
+        return "PENDING" if state in WAITING else state
+
+    def done(self) -> bool:
+        """Return whether the job is over; without its last word only after a while, for a shared file system lags."""
+        if not self.known.over:
+            return self.queue.forgotten(self.job_id)
+        return self.has_result() or self.queue.over_for(self.job_id) > LAG_SECONDS
+
+    def note(self) -> str:
+        """Return what somebody who waits should know: why the job is pending, or that SLURM does not answer."""
+        known = self.known
+        if self.queue.trouble:
+            return f"SLURM does not answer ({self.queue.trouble}); the job goes on"
+        again = f"preempted {known.restarts} time{'s' * (known.restarts > 1)}" if known.restarts else ""
+        waits = known.reason if known.state in WAITING and known.reason not in ("Resources", "Priority") else ""
+        return ", ".join(filter(None, (again, advice(waits))))
+
+    def cancel(self, check: bool = True) -> None:
+        try:
+            ask("scancel", self.job_id)
+        except SlurmError:
+            if check:
+                raise
+
+
+ADVICE = {
+    "PartitionTimeLimit": "longer than the partition allows, it will never start; lower hardware.time_min",
+    "PartitionNodeLimit": "more nodes than the partition allows; lower hardware.nodes",
+    "launch failed requeued held": "held after a failed start; release it with scontrol release, or scancel it",
+    "JobHeldAdmin": "held by an administrator",
+    "JobHeldUser": "held; release it with scontrol release",
+    "BeginTime": "",  # the pause after a requeue
+}
+
+
+def advice(reason: str) -> str:
+    """Return SLURM's reason for a job's waiting, with what it means where that is not plain."""
+    meaning = ADVICE.get(reason)
+    if meaning is None:
+        return reason
+    return f"{reason}: {meaning}" if meaning else ""
+
+
+def own_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the id of the SLURM job this process belongs to, with its place in the array; ``None`` outside."""
+    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def requeue(job_id: str) -> bool:
+    """Put the running job back into the queue; return whether that was done. A cancelled job is left to end."""
+    known = states().get(job_id)
+    if known is not None and known.state != "RUNNING":
+        return False
+    ask("scontrol", "requeue", job_id)
+    return True
+
+
+def log_path(folder: Path, job_id: str, rank: int = 0) -> Path:
+    """Return where a job's rank writes what it prints; ``folder`` is the sweep's."""
+    return folder / "logs" / job_id / f"{job_id}_{rank}_log.out"
