@@ -29,7 +29,7 @@ def pytest_ignore_collect(collection_path):
 @pytest.fixture(autouse=INTERPRETED)
 def uninitialised_memory_is_nan():
     """Fill what ``torch.empty`` gives with NaN: a kernel that leaves out a part of its result shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # the public function imports a compiler first
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)

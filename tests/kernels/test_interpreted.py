@@ -9,7 +9,8 @@ import pytest
 from harness import OUTSIDE
 
 pytest.importorskip("triton")
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 FILES = sorted(path.name for path in HERE.glob("test_*.py") if path.name not in OUTSIDE)
 LIMIT = 400  # seconds a file may take; a fault that hangs must not hang all
 
@@ -21,7 +22,7 @@ def test_file_passes_under_the_interpreter(name):
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(HERE / name), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "--durations=5"], env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]

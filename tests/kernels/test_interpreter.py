@@ -28,7 +28,7 @@ def multiply(A, B, Out, K: tl.constexpr):
 
 @triton.jit
 def copy_rows(X, Out, stride, count, WIDE: tl.constexpr):
-    for i in range(0, count):
+    for i in range(count):
         row = i.to(tl.int64) if WIDE else i
         tl.store(Out + i, tl.load(X + row * stride))
 
