@@ -7,7 +7,7 @@ rule's backward, in the feed-forward's, in the head's. Those of low-rank adapter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -102,7 +102,8 @@ def total(kinds: dict[str, int]) -> int:
 def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengths:
     retained, window, item = prompt - 1, config.prompt_grad_window, ITEM[config.model.dtype]
     grad_from = gradient_start(retained, config.chunk, config.prompt_grad, window)
-    return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]))
+    head = config.adapter.name == "none" or bool(_adapted(config, ["lm_head.weight"]))
+    return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]), head)
 
 
 def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, qwen3_6.Activations | glm_5_2.Activations]:
@@ -137,19 +138,22 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     if config.adapter.name == "none":
         still = tensors([shape for name, shape in shapes if FROZEN in name], item)
         return [(shape, item) for name, shape in shapes if FROZEN not in name], still + buffer_bytes(config.model)
-    targets, rank = config.adapter.targets or DEFAULT_TARGETS[config.model.architecture], config.adapter.rank
-    adapted = [
-        shape
-        for name, shape in shapes
-        if len(shape) == 2
-        and FROZEN not in name
-        and any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
-    ]
+    names, rank = set(_adapted(config, [name for name, shape in shapes if len(shape) == 2])), config.adapter.rank
     wide = max(item, ITEM["float32"])
     pairs: list[tuple[Shape, int]] = [
-        (pair, wide) for outer, inner in adapted for pair in ((rank, inner), (outer, rank))
+        (pair, wide) for name, shape in shapes if name in names for pair in ((rank, shape[1]), (shape[0], rank))
     ]
     return pairs, tensors([shape for _, shape in shapes], item) + buffer_bytes(config.model)
+
+
+def _adapted(config: RunConfig, names: Sequence[str]) -> list[str]:
+    """Return those weights that have a low-rank adapter."""
+    targets = config.adapter.targets or DEFAULT_TARGETS[config.model.architecture]
+    return [
+        name
+        for name in names
+        if FROZEN not in name and any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
+    ]
 
 
 def optimizer_bytes(config: RunConfig, sizes: list[int]) -> int:

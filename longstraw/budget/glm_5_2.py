@@ -214,7 +214,10 @@ class Activations:
         tiles = 2 * rows * columns * f + columns * model.hidden_size * self.cast
         if not backward:
             return tiles + count * 2 * model.hidden_size * w
-        gradients = (count + model.vocab_size) * model.hidden_size * (f + (w if self.cast else 0))
+        head = model.vocab_size if self.lengths.head_trained else 0
+        gradients = (count + head) * model.hidden_size * (f + (w if self.cast else 0))
+        if columns < model.vocab_size:  # the next tile's weight or logits, made while these are there
+            tiles += max(columns * model.hidden_size * self.cast, rows * columns * f)
         return self._inputs(count, self.lengths.retained, model.num_hidden_layers) + gradients + tiles
 
     def _backward(self, count: int, past: int, layers: int) -> int:

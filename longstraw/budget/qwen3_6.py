@@ -265,12 +265,19 @@ class Activations:
         return count * 2 * self.d * self.w + 2 * rows * columns * self.f + weights + rows * self.d * (self.w + self.f)
 
     def head_backward(self, count: int) -> int:
-        """Checkpointed inputs of all blocks, the final norm, gradients of hidden states and of the whole head."""
+        """Checkpointed inputs of all blocks, the final norm, gradients of hidden states and of the whole head.
+
+        A tile's weight or logits are made while those of the tile before are there, or the weight's gradient is.
+        """
         layers = self.model.num_hidden_layers
         rows, columns = min(count, POSITION_TILE), min(self.model.vocab_size, VOCABULARY_TILE)
         saved = count * (layers + 1) * self.d * self.w + count * self.norm
-        gradients = (count + self.model.vocab_size) * self.d * (self.f + (self.w if self.cast else 0))
-        tiles = 2 * rows * columns * self.f + columns * self.d * (self.cast + self.f)
+        head = self.model.vocab_size if self.lengths.head_trained else 0
+        gradients = (count + head) * self.d * (self.f + (self.w if self.cast else 0))
+        second = max(columns * self.d * self.cast, rows * columns * self.f) if columns < self.model.vocab_size else 0
+        if head:
+            second = max(second, columns * self.d * self.f)
+        tiles = 2 * rows * columns * self.f + columns * self.d * self.cast + second
         return saved + gradients + tiles
 
     def block_backward(self, count: int, past: int, last: bool) -> int:

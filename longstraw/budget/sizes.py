@@ -25,7 +25,7 @@ def tensors(shapes: Iterable[Shape], item: int) -> int:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The positions of one run, the bytes of its dtypes, and how far the prompt's gradient reaches."""
+    """The positions of one run, the bytes of its dtypes, and where its gradient reaches."""
 
     retained: int  # prompt positions whose state is kept
     response: int
@@ -34,6 +34,7 @@ class Lengths:
     grad_from: int | None  # the first retained position with a gradient; None: none has one
     item: int  # bytes of a number in the model's dtype
     inner: int  # in the inner dtype, at least float32
+    head_trained: bool = True  # whether the head's weight gets a gradient
 
     @property
     def graded(self) -> int:

@@ -1,5 +1,6 @@
 """The budget against the count: a job's own loop, its bytes by kind and by verb beside the prediction."""
 
+import dataclasses
 import functools
 import json
 
@@ -56,6 +57,22 @@ CASES = {
     "bfloat16": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "model": {"dtype": "bfloat16"}},
     "16Ki detached": {"context": 2**14},
     "adapters": {"context": 1500, "chunk": 512, "prompt_grad": "exact", "adapter": {"name": "lora"}},
+    "adapters beneath a wide head": {
+        "context": 300,
+        "response_length": 6,
+        "chunk": 64,
+        "prompt_grad": "exact",
+        "adapter": {"name": "lora"},
+        "model": {"dtype": "bfloat16", "vocab_size": 2**15, "num_hidden_layers": 4},
+    },
+    "glm beneath a wide head": {
+        "context": 300,
+        "response_length": 6,
+        "chunk": 64,
+        "prompt_grad": "exact",
+        "adapter": {"name": "lora"},
+        "model": {"name": "glm_5_2_tiny", "dtype": "bfloat16", "vocab_size": 2**15, "num_hidden_layers": 4},
+    },
     "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
 SLOW = {"16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"}}
@@ -157,6 +174,14 @@ def test_without_a_term_it_is_not(count, monkeypatch, where, term):
     config, rows = count(CASES[TERMS[where, term]])
     nothing = property(lambda *_: 0) if isinstance(getattr(where, term), property) else lambda *_, **__: 0
     monkeypatch.setattr(where, term, nothing)
+    assert differences(config, rows[0])
+
+
+@pytest.mark.parametrize("case", ["adapters beneath a wide head", "glm beneath a wide head"])
+def test_the_gradient_of_a_frozen_head_would_be_seen(count, monkeypatch, case):
+    config, rows = count(CASES[case])
+    lengths = budget._lengths
+    monkeypatch.setattr(budget, "_lengths", lambda *sizes: dataclasses.replace(lengths(*sizes), head_trained=True))
     assert differences(config, rows[0])
 
 
