@@ -15,21 +15,38 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longstraw.ops.chunk import Chunk
+
 Tensors = dict[str, Tensor]
 
 
 class Past:
-    """What earlier positions left for one layer to read.
+    """What earlier positions left for one layer to read, and how the positions that read it lie.
 
     Deliberately no container that PyTorch's pytrees know: module hooks must neither cast these tensors nor hold them.
     ``grad(name)`` is the buffer for the gradient of the last rows of ``past[name]``, or None where it is a constant.
+    ``positions`` earlier ones there are; ``spans`` are those whose rows are here, where rows there are. ``chunk`` is
+    set by the model that evaluates new positions; None: all of them are here.
     """
 
-    __slots__ = ("_grads", "_tensors", "positions")
+    __slots__ = ("_grads", "_tensors", "chunk", "positions", "spans")
 
-    def __init__(self, positions: int, tensors: Tensors, grads: Tensors | None = None):
+    def __init__(
+        self,
+        positions: int,
+        tensors: Tensors,
+        grads: Tensors | None = None,
+        spans: tuple[tuple[int, int], ...] | None = None,
+    ):
         self.positions = positions
+        self.spans = ((0, positions),) if spans is None else spans
+        self.chunk: Chunk | None = None
         self._tensors, self._grads = tensors, grads or {}
+
+    @property
+    def first(self) -> int:
+        """The position of the first new one that is evaluated here."""
+        return self.positions + (self.chunk.start if self.chunk is not None else 0)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -43,8 +60,8 @@ class RetainedState(Protocol):
 
     positions: int  # how many the state covers
 
-    def absorb(self, update: Tensors, count: int) -> None:
-        """Keep what ``count`` new positions add."""
+    def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
+        """Keep what ``count`` new positions add; rows in ``update`` belong to the ``first`` of them and following."""
 
     def leaves(self, end: int, grad: bool) -> Past:
         """Return the state as positions [0, end) left it; with ``grad``, what is done with it leaves its gradient."""
@@ -66,7 +83,11 @@ class RetainedState(Protocol):
 
 
 class Appended:
-    """One row a position, in buffers allocated once at full length: keys and values, latents, index keys."""
+    """One row a position, in buffers allocated once at full length: keys and values, latents, index keys.
+
+    A process may hold the rows of some positions only: of each chunk the run that it was given. What is asked for by
+    position is looked up at the borders of chunks.
+    """
 
     def __init__(
         self,
@@ -80,26 +101,37 @@ class Appended:
     ):
         """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none)."""
         self.positions = 0
+        self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
         self._rows = {n: torch.empty(capacity, *shape, dtype=dtype, device=device) for n, shape in rows.items()}
-        self._grad_from = capacity if grad_from is None else grad_from
+        self._grad_from = grad_from
         self._learnt = [name for name in rows if name not in frozen]
         self._grads: Tensors = {}
 
-    def absorb(self, update: Tensors, count: int) -> None:
+    def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
+        held, start = self._held(self.positions), self.positions + first
+        size = 0
         for name, rows in update.items():
-            self._rows[name][self.positions : self.positions + count] = rows.detach()
+            size = len(rows)
+            self._rows[name][held : held + size] = rows.detach()
+        if self._spans and self._spans[-1][1] == start:
+            start = self._spans.pop()[0]
+        self._spans.append((start, self.positions + first + size))
         self.positions += count
 
     def leaves(self, end: int, grad: bool) -> Past:
-        rows = {name: rows[:end] for name, rows in self._rows.items()}
-        if not grad or end <= self._grad_from:
-            return Past(end, rows)
-        return Past(end, rows, {name: buffer[: end - self._grad_from] for name, buffer in self._buffers().items()})
+        held = self._held(end)
+        spans = tuple((start, min(stop, end)) for start, stop in self._spans if start < end)
+        rows = {name: rows[:held] for name, rows in self._rows.items()}
+        if not grad or self._grad_from is None or end <= self._grad_from:
+            return Past(end, rows, spans=spans)
+        size = held - self._held(self._grad_from)
+        return Past(end, rows, {name: buffer[:size] for name, buffer in self._buffers().items()}, spans)
 
     def cotangent(self, start: int, end: int) -> Tensors:
-        if start < self._grad_from:
+        if self._grad_from is None or start < self._grad_from:
             raise IndexError(f"no gradient is kept for position {start}, only from {self._grad_from}")
-        piece = slice(start - self._grad_from, end - self._grad_from)
+        before = self._held(self._grad_from)
+        piece = slice(self._held(start) - before, self._held(end) - before)
         return {name: buffer[piece] for name, buffer in self._grads.items()}
 
     def freeze(self) -> None:
@@ -109,7 +141,8 @@ class Appended:
         return {name: rows.nbytes for name, rows in self._rows.items()}
 
     def difference(self, update: Tensors, start: int, end: int) -> float:
-        return max(_difference(self._rows[name][start:end], rows) for name, rows in update.items())
+        piece = slice(self._held(start), self._held(end))
+        return max(_difference(self._rows[name][piece], rows) for name, rows in update.items())
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("retained", rows) for rows in self._rows.values())
@@ -120,10 +153,14 @@ class Appended:
         if not self._grads:
             for name in self._learnt:
                 rows = self._rows[name]
-                shape = (len(rows) - self._grad_from, *rows.shape[1:])
+                shape = (len(rows) - self._held(self._grad_from or 0), *rows.shape[1:])
                 dtype = torch.promote_types(rows.dtype, torch.float32)
                 self._grads[name] = torch.zeros(shape, dtype=dtype, device=rows.device)
         return self._grads
+
+    def _held(self, end: int) -> int:
+        """Return how many of the positions before ``end`` have their rows here."""
+        return sum(min(stop, end) - start for start, stop in self._spans if start < end)
 
 
 class Carried:
@@ -140,7 +177,7 @@ class Carried:
         self._snapshots = {0: initial}
         self._grads: Tensors = {}
 
-    def absorb(self, update: Tensors, count: int) -> None:
+    def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
         if self._grad_from is None or self.positions < self._grad_from:
             del self._snapshots[self.positions]
         self.positions += count
@@ -186,6 +223,8 @@ class Carried:
 
 def _difference(kept: Tensor, again: Tensor) -> float:
     again = again.detach()
+    if not again.numel():
+        return 0.0
     if torch.equal(kept, again.to(kept.dtype)):
         return 0.0
     return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0

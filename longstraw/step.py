@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,14 +101,15 @@ def prefill(
     if chunk < INNER_CHUNK or chunk % INNER_CHUNK:
         raise ValueError(f"chunk={chunk} must be a multiple of {INNER_CHUNK}")
     positions = len(prompt) - 1
-    states = model.new_states(positions, grad_from)
+    states = model.new_states(positions, grad_from, chunk)
     retained = Retained(states, prompt, chunk, grad_from)
     with observer.verb("prefill", positions):
         observer.holds(states)
-        for tokens in prompt[:positions].split(chunk) if positions else ():
+        pieces = prompt[:positions].split(chunk) if positions else ()
+        for tokens in _rounds(model, pieces, prompt[:0]):
             _, updates = model(tokens, [s.leaves(s.positions, grad=False) for s in states], state_only=True)
             for state, update in zip(states, updates, strict=True):
-                state.absorb(update, len(tokens))
+                state.absorb(update, len(tokens), model.split(len(tokens)).start)
             del updates, update  # the loop's name too: it would keep the last layer's rows over the next chunk
             observer.holds(states)
             observer.advance(len(tokens))
@@ -121,11 +123,11 @@ def score(
     """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host."""
     scored = []
     with observer.verb("score", sum(map(len, responses))):
-        for response in responses:
+        for response in _rounds(model, responses, retained.prompt[:0]):
             logprobs, _ = _branch(model, retained, response, grad=False)
             scored.append(logprobs.cpu())
             observer.advance(len(response))
-    return scored
+    return scored[: len(responses)]
 
 
 def replay(
@@ -161,6 +163,8 @@ def replay(
             statistics.append(branch.statistics)
             del branch, lp, entropy  # the graph ends here
             observer.advance(len(response))
+        for nothing in _rounds(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
+            (_branch(model, retained, nothing, grad=False)[0].sum() * 0).backward()
     total = sum(statistics[1:], statistics[0])
     entropy_mean = float(torch.stack(entropies).sum() / total.tokens.clamp(min=1))
     return torch.stack(losses).sum(), logprobs, entropy_mean, total
@@ -172,14 +176,19 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
     Adds to the gradients of the parameters and spends ``retained``. Returns the largest absolute difference between
     what was evaluated again and what was retained: 0 where evaluation is deterministic.
     """
-    first, states = retained.grad_from, retained.states
-    if first is None:
+    states, positions, difference = retained.states, retained.positions, 0.0
+    first = positions if retained.grad_from is None else retained.grad_from
+    starts = list(reversed(range(first, positions, retained.chunk)))
+    rounds = _rounds(model, starts, None)
+    if not rounds:
         return 0.0
     retained.check()
-    retained.spent = True
-    positions, difference = retained.positions, 0.0
+    retained.spent = retained.grad_from is not None
     with observer.verb("prompt_backward", positions - first):
-        for start in reversed(range(first, positions, retained.chunk)):
+        for start in rounds:
+            if start is None:
+                _backward_of_nothing(model, retained)
+                continue
             end = min(start + retained.chunk, positions)
             past = [state.leaves(start, grad=start > first) for state in states]
             _, updates = model(retained.prompt[start:end], past, state_only=True)
@@ -277,15 +286,14 @@ def finish_step(
         reference_logprobs=reference_logprobs,
         observer=observer,
     )
-    exact = retained.grad_from is not None
-    difference = prompt_backward(model, retained, observer=observer) if exact else None
+    difference = prompt_backward(model, retained, observer=observer)
     return StepResult(
         loss=loss,
         logprobs=logprobs,
         entropy=entropy,
         statistics=statistics,
         retained_bytes=retained_bytes,
-        recompute_difference=difference,
+        recompute_difference=None if retained.grad_from is None else difference,
         prefilled_positions=prefilled,
         replayed_positions=sum(group.response_positions),
         scored_positions=scored,
@@ -330,8 +338,24 @@ def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) ->
     """Return log-probability and entropy [R] of ``response`` after the prompt."""
     retained.check()
     past = [state.leaves(retained.positions, grad) for state in retained.states]
-    hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
+    hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]])[: len(response)], past)
     return model.logprobs(hidden, response)
+
+
+def _rounds(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:
+    """Return ``items``, followed by nothing as often as prompts that stand beside this one have more of them.
+
+    Ranks of all prompts hold parts of the same parameters, so all take part in every evaluation.
+    """
+    return [*items, *[nothing] * (model.agree(len(items)) - len(items))]
+
+
+def _backward_of_nothing(model: Decoder, retained: Retained) -> None:
+    """Take part in the prompt backward of prompts with more chunks than this one."""
+    past = [state.leaves(retained.positions, grad=False) for state in retained.states]
+    _, updates = model(retained.prompt[:0], past, state_only=True)
+    owed = [tensor for update in updates for tensor in update.values() if tensor.requires_grad]
+    torch.autograd.backward(owed, [torch.zeros_like(tensor) for tensor in owed])
 
 
 def _kept_sum(values: Tensor, mask: Tensor | None) -> Tensor:

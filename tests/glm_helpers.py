@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import advantages, branch_loss, denominators
-from longstraw.layers.latent import Indexer
 from longstraw.models import build_model
+from longstraw.ops.context import Local
 from longstraw.ops.latent import reference
 
 F64 = torch.float64
@@ -49,12 +49,11 @@ def glm_oracle(model, group, algorithm=None, *, border=0):
 @contextlib.contextmanager
 def plain_glm_ops(model):
     """Replace the choice of rows, the attention over them and the experts by plain ones on whole tensors."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, Indexer):
-                stack.enter_context(mock.patch.object(module, "ops", mock.Mock(select_rows=plain_select)))
-        stack.enter_context(mock.patch("longstraw.layers.latent.attend_rows", plain_attend_rows))
-        stack.enter_context(mock.patch("longstraw.layers.feedforward.mix_experts", plain_experts))
+    with (
+        mock.patch.object(Local, "select_rows", lambda *x, positions, spans, chunk, **kw: plain_select(*x[1:], **kw)),
+        mock.patch("longstraw.ops.context.attend_rows", plain_attend_rows),
+        mock.patch("longstraw.ops.context.mix_experts", plain_experts),
+    ):
         yield
 
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group, advantages, branch_loss, denominators
-from longstraw.layers.delta import GatedDeltaNet
 from longstraw.models import build_model
+from longstraw.ops.context import Local
 from longstraw.ops.delta import reference as delta
 from longstraw.state import Past
 from longstraw.step import score_fresh
@@ -121,12 +121,13 @@ def _reference_logprobs(reference, prompt, response):
 @contextlib.contextmanager
 def plain_ops(model):
     """Replace every op of ``model`` by a plain one with no backward of its own, and checkpointing by nothing."""
-    ops = model.ops._replace(delta=plain_delta, conv=plain_conv, logprob=plain_logprobs)
+    context = Local(model.ops.attention, model.ops.latent, model.ops.moe, plain_logits)
+    ops = model.ops._replace(delta=plain_delta, conv=plain_conv, context=context)
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if module is model or isinstance(module, GatedDeltaNet):
+            if hasattr(module, "ops"):
                 stack.enter_context(mock.patch.object(module, "ops", ops))
-        stack.enter_context(mock.patch("longstraw.layers.attention.attend", plain_attend))
+        stack.enter_context(mock.patch("longstraw.ops.context.attend", plain_attend))
         stack.enter_context(mock.patch("longstraw.models.decoder.checkpoint", lambda block, *args, **_: block(*args)))
         yield
 
@@ -157,6 +158,13 @@ def plain_logprobs(hidden, weight, targets):
     """Make all logits and take their log-softmax."""
     logs = (hidden @ weight.T).log_softmax(-1)
     return logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def plain_logits(hidden, weight, targets):
+    """Make all logits; return the target's, the log-sum-exp and the mean."""
+    logits = hidden @ weight.T
+    lse = logits.logsumexp(-1)
+    return logits.gather(1, targets[:, None])[:, 0], lse, (logits.softmax(-1) * logits).sum(-1)
 
 
 def take_gradients(model):

@@ -12,7 +12,6 @@ from longstraw.config import Qwen36Config
 from longstraw.layers.norm import ZeroCentredRMSNorm
 from longstraw.layers.rotary import rotary_angles, rotate
 from longstraw.ops import Ops
-from longstraw.ops.attention import attend
 from longstraw.state import Appended, Past, Tensors
 
 
@@ -21,7 +20,7 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: Qwen36Config, ops: Ops):
         super().__init__()
-        self.config, self.parts = config, ops.attention
+        self.config, self.ops = config, ops
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -45,16 +44,14 @@ class GatedAttention(nn.Module):
         update = self.update(x, past, angles)
         query, gate = self.q_proj(x).unflatten(-1, (self.heads, -1)).chunk(2, -1)
         query = rotate(self.q_norm(query), angles, self.config.rope_scaling.attention)
-        out = attend(
+        out = self.ops.context.attend(
             query,
             update["key"],
             update["value"],
-            past["key"],
-            past["value"],
-            past.grad("key"),
-            past.grad("value"),
+            (past["key"], past["value"]),
+            (past.grad("key"), past.grad("value")),
             scale=self.head_dim**-0.5,
-            parts=self.parts,
+            chunk=past.chunk,
         )
         return self.o_proj((out * gate.sigmoid()).flatten(1)), update
 
@@ -69,7 +66,7 @@ class GatedAttention(nn.Module):
     def _angles(self, x: Tensor, past: Past) -> Tensor:
         config = self.config
         return rotary_angles(
-            past.positions,
+            past.first,
             len(x),
             config.rotary_dim,
             config.rope_theta,

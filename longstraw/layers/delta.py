@@ -34,6 +34,12 @@ class GatedDeltaNet(nn.Module):
         self.taps = config.linear_conv_kernel_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.widths = [keys, keys, values]
+        self.channels = [  # (heads, width) of queries, keys and values
+            (self.key_heads, self.key_dim),
+            (self.key_heads, self.key_dim),
+            (self.value_heads, self.value_dim),
+        ]
+        self.scalars = [(self.value_heads, 1)]
         self.in_proj_qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=False)
         self.in_proj_z = nn.Linear(config.hidden_size, values, bias=False)
         self.in_proj_b = nn.Linear(config.hidden_size, self.value_heads, bias=False)
@@ -46,25 +52,35 @@ class GatedDeltaNet(nn.Module):
 
     def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> Carried:
         """``positions`` does not matter: the state has one size."""
-        weight = self.in_proj_qkv.weight
+        weight, ranks = self.in_proj_qkv.weight, self.ops.context.ranks
         inner = torch.promote_types(weight.dtype, torch.float32)
-        recurrent = torch.zeros(self.value_heads, self.key_dim, self.value_dim, dtype=inner, device=weight.device)
-        tail = torch.zeros(self.taps - 1, sum(self.widths), dtype=dtype, device=weight.device)
+        shape = (self.value_heads // ranks, self.key_dim, self.value_dim)
+        recurrent = torch.zeros(shape, dtype=inner, device=weight.device)
+        tail = torch.zeros(self.taps - 1, sum(self.widths) // ranks, dtype=dtype, device=weight.device)
         return Carried({"recurrent": recurrent, "tail": tail}, grad_from=grad_from)
 
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
-        """Return the output [T, d] of ``x`` [T, d] and the state after these positions."""
-        mixed, tail = self.ops.conv(self.in_proj_qkv(x), self.conv1d.weight.squeeze(1), past["tail"])
+        """Return the output [T, d] of ``x`` [T, d] and the state after these positions.
+
+        Between the two exchanges every position of the chunk is here, for this process's own heads.
+        """
+        context, chunk = self.ops.context, past.chunk
+        projected = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
+        mixed, beta, step = context.to_heads(projected, [self.channels, self.scalars, self.scalars], chunk)
+        del projected  # without a graph, nothing else holds them
+        weight = context.own_heads(self.conv1d.weight.squeeze(1), self.channels)
+        mixed, tail = self.ops.conv(mixed, weight, past["tail"])
+        widths = [width // context.ranks for width in self.widths]
         q, k, v = (
-            part.unflatten(-1, (heads, -1))
-            for part, heads in zip(
-                mixed.split(self.widths, -1), (self.key_heads, self.key_heads, self.value_heads), strict=True
-            )
+            part.unflatten(-1, (-1, width))
+            for part, (_, width) in zip(mixed.split(widths, -1), self.channels, strict=True)
         )
         inner = past["recurrent"].dtype
-        decay = -self.A_log.to(inner).exp() * F.softplus(self.in_proj_a(x).to(inner) + self.dt_bias.to(inner))
-        out, recurrent = self.ops.delta(q, k, v, decay, self.in_proj_b(x).sigmoid(), past["recurrent"])
-        del mixed, q, k, v, decay  # without a graph, nothing else holds them
+        rate, bias = (context.own_heads(x, self.scalars).to(inner) for x in (self.A_log, self.dt_bias))
+        decay = -rate.exp() * F.softplus(step.to(inner) + bias)
+        out, recurrent = self.ops.delta(q, k, v, decay, beta.sigmoid(), past["recurrent"])
+        del mixed, q, k, v, decay, beta, step
+        out = context.to_positions(out, chunk)
         out = self.norm(out, self.in_proj_z(x).unflatten(-1, (self.value_heads, -1)))
         return self.out_proj(out.flatten(1)), {"recurrent": recurrent, "tail": tail}
 

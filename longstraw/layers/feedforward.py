@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from longstraw.model_config import Glm52Config
 from longstraw.ops import Ops
-from longstraw.ops.moe import mix_experts, route
+from longstraw.ops.moe import route
 
 
 class SwiGLU(nn.Module):
@@ -67,13 +67,13 @@ class Experts(nn.Module):
 
     def __init__(self, config: Glm52Config, ops: Ops):
         super().__init__()
-        self.ops = ops.moe
+        self.ops = ops
         number, width, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(number, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(number, width, inner))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return mix_experts(x, chosen, weights, self.gate_up_proj, self.down_proj, ops=self.ops)
+        return self.ops.context.mix_experts(x, chosen, weights, self.gate_up_proj, self.down_proj)
 
 
 class MixtureOfExperts(nn.Module):

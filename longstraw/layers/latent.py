@@ -18,7 +18,6 @@ from longstraw.layers.rotary import rotary_angles, rotate_pairs
 from longstraw.layers.weight import effective_weight
 from longstraw.model_config import Glm52Config
 from longstraw.ops import Ops
-from longstraw.ops.latent import attend_rows
 from longstraw.state import Appended, Past, Tensors
 
 
@@ -27,7 +26,7 @@ class Indexer(nn.Module):
 
     def __init__(self, config: Glm52Config, ops: Ops):
         super().__init__()
-        self.ops, self.count = ops.latent, config.index_topk
+        self.ops, self.count = ops, config.index_topk
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
@@ -36,7 +35,7 @@ class Indexer(nn.Module):
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, q_latent: Tensor, key: Tensor, past_key: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x: Tensor, q_latent: Tensor, key: Tensor, past: Past, angles: Angles) -> Tensor:
         """Return the rows over (past | new) that each position of ``x`` [T, d] attends to: int32 [T, K], -1 for none.
 
         ``q_latent`` is the layer's compressed query; ``key`` [T, D] is what ``keys`` made of ``x``.
@@ -44,7 +43,17 @@ class Indexer(nn.Module):
         query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
         inner = torch.promote_types(x.dtype, torch.float32)
         weights = F.linear(x.to(inner), self.weights_proj.weight.to(inner)) * self.heads**-0.5
-        return self.ops.select_rows(query, weights, past_key, key, self.count, scale=self.head_dim**-0.5)
+        return self.ops.context.select_rows(
+            query,
+            weights,
+            past["index_key"],
+            key,
+            self.count,
+            scale=self.head_dim**-0.5,
+            positions=past.positions,
+            spans=past.spans,
+            chunk=past.chunk,
+        )
 
     @torch.no_grad()
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
@@ -57,7 +66,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: Glm52Config, indexes: bool, ops: Ops):
         super().__init__()
-        self.config, self.ops, self.heads = config, ops.latent, config.num_attention_heads
+        self.config, self.ops, self.heads = config, ops, config.num_attention_heads
         self.widths = [config.qk_nope_head_dim, config.qk_rope_head_dim]  # of a query, of a key
         self.scale = sum(self.widths) ** -0.5
         values = config.qk_nope_head_dim + config.v_head_dim
@@ -86,14 +95,14 @@ class LatentAttention(nn.Module):
         update = self.update(x, past, angles)
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         if self.indexer is not None:
-            rows = self.indexer(x, q_latent, update["index_key"], past["index_key"], angles)
+            rows = self.indexer(x, q_latent, update["index_key"], past, angles)
         if rows is None:
             raise ValueError("a layer without an indexer was handed no rows; the first layer needs an indexer")
         up = effective_weight(self.kv_b_proj).unflatten(0, (self.heads, -1))
         key_up, value_up = up.split([self.widths[0], self.config.v_head_dim], 1)
         plain, turned = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split(self.widths, -1)
         absorbed = torch.einsum("thn,hnc->thc", plain.to(up.dtype), key_up).to(x.dtype)
-        out, _ = attend_rows(
+        out = self.ops.context.attend_rows(
             torch.cat([absorbed, angles.turn(turned)], -1),
             update["latent"],
             update["rope_key"],
@@ -101,7 +110,7 @@ class LatentAttention(nn.Module):
             (past["latent"], past["rope_key"]),
             (past.grad("latent"), past.grad("rope_key")),
             scale=self.scale,
-            ops=self.ops,
+            chunk=past.chunk,
         )
         values = torch.einsum("thc,hvc->thv", out.to(up.dtype), value_up).to(x.dtype)
         return self.o_proj(values.flatten(1)), update, rows
@@ -114,7 +123,7 @@ class LatentAttention(nn.Module):
         return rows if self.indexer is None else {**rows, "index_key": self.indexer.keys(x, angles)}
 
     def _angles(self, x: Tensor, past: Past) -> Angles:
-        return Angles(self.config, past.positions, len(x), x.device)
+        return Angles(self.config, past.first, len(x), x.device)
 
 
 class Angles:

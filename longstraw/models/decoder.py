@@ -6,7 +6,7 @@ T positions, d model width, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from longstraw.config import ModelConfig
 from longstraw.layers.weight import effective_weight
 from longstraw.ops import Ops
+from longstraw.ops.chunk import Chunk, whole
 from longstraw.state import Past, RetainedState, Tensors
 
 
@@ -68,6 +69,10 @@ class Trunk(nn.Module):
         self.norm = norm
 
 
+def _alone(count: int) -> int:
+    return count
+
+
 class Decoder(nn.Module):
     """A causal language model that reads its past from outside and stores nothing.
 
@@ -78,20 +83,25 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops, blocks: Sequence[Block], norm: nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
+        self.split: Callable[[int], Chunk] = whole  # how many positions of a chunk are evaluated here, and which
+        self.agree: Callable[[int], int] = _alone  # how often all must take part, where prompts stand side by side
         self.model = Trunk(config, blocks, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def new_states(self, positions: int, grad_from: int | None = None) -> list[RetainedState]:
-        """Return an empty state a layer for ``positions`` prompt positions.
+    def new_states(self, positions: int, grad_from: int | None = None, chunk: int | None = None) -> list[RetainedState]:
+        """Return an empty state a layer for ``positions`` prompt positions, evaluated ``chunk`` at a time (None: all).
 
         A gradient can be had for positions from ``grad_from`` on; None: for none. Layers below the first one with a
         trained parameter keep none: it would reach nothing.
         """
         dtype = self.lm_head.weight.dtype
+        chunk = chunk or max(positions, 1)
+        pieces = [self.split(min(chunk, positions - start)) for start in range(0, positions, chunk)]
+        rows = sum(piece.stop - piece.start for piece in pieces)
         states = []
         trained = any(p.requires_grad for p in self.model.embed_tokens.parameters())
         for block in self._blocks():
-            state = block.mixer.new_state(positions, grad_from=grad_from, dtype=dtype)
+            state = block.mixer.new_state(rows, grad_from=grad_from, dtype=dtype)
             trained = trained or any(p.requires_grad for p in block.parameters())
             if not trained:
                 state.freeze()
@@ -101,14 +111,17 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, past: Sequence[Past], state_only: bool = False
     ) -> tuple[Tensor | None, list[Tensors]]:
-        """Return the normed hidden states [T, d] of ``tokens`` [T] and what each layer adds to its state.
+        """Return the normed hidden states [t, d] of ``tokens`` [T] and what each layer adds to its state.
 
-        With ``state_only`` the hidden states are None, and the last block does no more than its state asks for.
+        t is T, or the part of it that is evaluated here. With ``state_only`` the hidden states are None, and the last
+        block does no more than its state asks for.
         """
-        x: Tensor | None = self.model.embed_tokens(tokens)
+        chunk = self.split(len(tokens))
+        x: Tensor | None = self.ops.context.embed(tokens, self.model.embed_tokens.weight, chunk)
         updates, handed = [], None
         blocks = self._blocks()
         for i, (block, layer_past) in enumerate(zip(blocks, past, strict=True)):
+            layer_past.chunk = chunk
             arguments = (x, layer_past, handed, state_only and i == len(blocks) - 1)
             if torch.is_grad_enabled():
                 x, update, handed = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -118,8 +131,8 @@ class Decoder(nn.Module):
         return None if state_only else self.model.norm(x), updates
 
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [T, d]."""
-        return self.ops.logprob(hidden, effective_weight(self.lm_head), targets)
+        """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [t, d]."""
+        return self.ops.context.logprob(hidden, effective_weight(self.lm_head), targets, self.split(len(targets)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
         """Copy everything but the ops, as for a reference policy: Python's modules, of which some are, have no copy."""

@@ -5,8 +5,7 @@ import torch
 from helpers import F64, plain_logprobs, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw.ops import logprob
-from longstraw.ops.logprob import token_logprobs
+from longstraw.ops.logprob import reference, token_logprobs
 
 
 def draw(count, vocabulary, dtype=F64, spread=1.0):
@@ -28,8 +27,8 @@ def run(function, hidden, weight, targets):
 @pytest.mark.parametrize("tiles", [(3, 4), (1, 1), (1000, 1000), (7, 11)])
 @pytest.mark.parametrize(("count", "vocabulary"), [(7, 11), (1, 11), (9, 16)])
 def test_equals_log_softmax(tiles, count, vocabulary, monkeypatch):
-    monkeypatch.setattr(logprob, "POSITION_TILE", tiles[0])
-    monkeypatch.setattr(logprob, "VOCABULARY_TILE", tiles[1])
+    monkeypatch.setattr(reference, "POSITION_TILE", tiles[0])
+    monkeypatch.setattr(reference, "VOCABULARY_TILE", tiles[1])
     inputs = draw(count, vocabulary)
     values, targets = run(token_logprobs, *inputs), run(plain_logprobs, *inputs)
     assert max(relative(a, b) for a, b in zip(values, targets, strict=True)) < 1e-13
@@ -37,7 +36,7 @@ def test_equals_log_softmax(tiles, count, vocabulary, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_low_precision(dtype, bar, monkeypatch):
-    monkeypatch.setattr(logprob, "VOCABULARY_TILE", 7)
+    monkeypatch.setattr(reference, "VOCABULARY_TILE", 7)
     hidden, weight, targets = draw(20, 50, dtype)
     values = run(token_logprobs, hidden, weight, targets)
     assert [x.dtype for x in values] == [torch.float32, torch.float32, dtype, dtype]
@@ -47,8 +46,8 @@ def test_low_precision(dtype, bar, monkeypatch):
 
 @pytest.mark.parametrize("result", [0, 1])
 def test_gradcheck(result, monkeypatch):
-    monkeypatch.setattr(logprob, "POSITION_TILE", 3)
-    monkeypatch.setattr(logprob, "VOCABULARY_TILE", 4)
+    monkeypatch.setattr(reference, "POSITION_TILE", 3)
+    monkeypatch.setattr(reference, "VOCABULARY_TILE", 4)
     hidden, weight, targets = draw(7, 11)
     check = lambda h, w: token_logprobs(h, w, targets)[result]  # noqa: E731
     assert torch.autograd.gradcheck(check, (hidden.requires_grad_(), weight.requires_grad_()))
@@ -75,7 +74,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("function", "whole"), [(token_logprobs, False), (plain_logprobs, True)])
 def test_no_logits_of_every_token(function, whole, monkeypatch):
-    monkeypatch.setattr(logprob, "VOCABULARY_TILE", 100)
+    monkeypatch.setattr(reference, "VOCABULARY_TILE", 100)
     with Largest() as largest:
         run(function, *draw(90, 2000))
     assert (largest.numel >= 90 * 2000) == whole

@@ -110,12 +110,12 @@ def state_leaks_between_branches(patch):
 
 def tail_is_zeroed_at_borders(patch):
     real = Carried.absorb
-    patch.setattr(Carried, "absorb", lambda self, u, n: real(self, u | {"tail": torch.zeros_like(u["tail"])}, n))
+    patch.setattr(Carried, "absorb", lambda self, u, *n: real(self, u | {"tail": torch.zeros_like(u["tail"])}, *n))
 
 
 def recurrent_starts_anew_at_borders(patch):
     real = Carried.absorb
-    patch.setattr(Carried, "absorb", lambda self, u, n: real(self, u | {"recurrent": 0 * u["recurrent"]}, n))
+    patch.setattr(Carried, "absorb", lambda self, u, *n: real(self, u | {"recurrent": 0 * u["recurrent"]}, *n))
 
 
 def future_row_is_seen(patch):

@@ -51,9 +51,9 @@ def leaky(self, end, grad):
     return _carried_leaves(self, end, False)
 
 
-def stale(self, update, count):
+def stale(self, update, *place):
     """Keep the keys of each chunk a position off their values."""
-    _absorb(self, update | {"key": update["key"].roll(1, 0)}, count)
+    _absorb(self, update | {"key": update["key"].roll(1, 0)}, *place)
 
 
 _carried_leaves, _absorb = Carried.leaves, Appended.absorb

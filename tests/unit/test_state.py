@@ -79,6 +79,7 @@ def test_appended_bytes_and_kinds():
     state = appended(grad_from=4, dtype=torch.bfloat16)
     assert state.num_bytes() == {"key": 6 * 6 * 2, "value": 6 * 6 * 2}
     assert [kind for kind, _ in state.held()] == ["retained"] * 2  # a prefill holds no gradient yet
+    state.absorb(rows(6, 1), 6)
     state.leaves(6, grad=True)
     assert [(kind, x.nbytes) for kind, x in state.held()][2:] == [("state_gradient", 2 * 6 * 4)] * 2
 
@@ -136,3 +137,29 @@ def test_branches_cannot_change_a_summary():
     (first * 2).sum().backward()
     assert torch.equal(state.leaves(64, grad=False)["recurrent"], torch.ones(2, 2))
     assert state.leaves(64, grad=True)["recurrent"] is not first
+
+
+def test_rows_of_some_positions_are_found_by_position():
+    """As where two ranks share each chunk: of chunks of 4 and 3 positions, this one has the first 2 and the last 1."""
+    state = appended(capacity=3, grad_from=4)
+    state.absorb(rows(2, 1), 4, 0)
+    state.absorb(rows(1, 2), 3, 2)
+    past = state.leaves(7, grad=True)
+    assert past["key"][:, 0, 0].tolist() == [1, 1, 2]
+    assert past.spans == ((0, 2), (6, 7))
+    assert past.grad("key").shape[0] == 1
+    assert state.leaves(4, grad=True).grad("key") is None
+    assert state.leaves(4, grad=False).spans == ((0, 2),)
+    past.grad("key").fill_(5)
+    assert state.cotangent(4, 7)["key"].unique().tolist() == [5]
+    assert len(state.leaves(4, grad=False)["key"]) == 2
+    assert state.difference(rows(1, 2), 4, 7) == 0
+    assert state.difference(rows(1, 1), 4, 7) == 1
+    assert state.difference(rows(0, 1), 7, 7) == 0
+
+
+def test_neighbouring_runs_are_one():
+    state = appended()
+    state.absorb(rows(2, 1), 2)
+    state.absorb(rows(3, 2), 3)
+    assert state.leaves(5, grad=False).spans == ((0, 5),)

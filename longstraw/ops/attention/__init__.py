@@ -29,6 +29,20 @@ class AttentionParts(Protocol):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def rows_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        key_grad: Tensor | None,
+        value_grad: Tensor | None,
+        *,
+        scale: float,
+    ) -> Tensor: ...
+
 
 PARTS: dict[str, AttentionParts] = {"reference": reference, "cpu": cpu}
 
@@ -67,13 +81,10 @@ class _SplitAttention(torch.autograd.Function):
         parts: AttentionParts,
     ) -> Tensor:
         inner = torch.promote_types(q.dtype, torch.float32)
-        queries = _by_heads(q.to(inner), k.shape[1])
+        queries = by_heads(q.to(inner), k.shape[1])
         out, lse = parts.part_forward(queries, k.to(inner), v.to(inner), causal=True, scale=scale)
-        for rows in _tiles(len(past[0])):
-            key, value = (x[rows].to(inner) for x in past)
-            _merge(out, lse, *parts.part_forward(queries, key, value, causal=False, scale=scale))
-            del key, value  # gone before the next tile's are made
-        out = _by_tokens(out).to(q.dtype)
+        merge_past(out, lse, queries, past, scale=scale, parts=parts)
+        out = by_tokens(out).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.past, ctx.grads, ctx.scale, ctx.parts = past, grads, scale, parts
         return out
@@ -83,33 +94,52 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         inner = torch.promote_types(q.dtype, torch.float32)
-        grad, queries, out = (_by_heads(x.to(inner), k.shape[1]) for x in (grad, q, out))
+        grad, queries, out = (by_heads(x.to(inner), k.shape[1]) for x in (grad, q, out))
+        grad_q, grad_k, grad_v = ctx.parts.part_backward(
+            grad, queries, k.to(inner), v.to(inner), out, lse, causal=True, scale=ctx.scale
+        )
+        past_backward(grad_q, grad, queries, ctx.past, out, lse, ctx.grads, scale=ctx.scale, parts=ctx.parts)
+        return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
-        def part(key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            key, value = key.to(inner), value.to(inner)
-            return ctx.parts.part_backward(grad, queries, key, value, out, lse, causal=causal, scale=ctx.scale)
 
-        grad_q, grad_k, grad_v = part(k, v, causal=True)
-        for rows in _tiles(len(ctx.past[0])):
-            tile_q, *tile_rows = part(ctx.past[0][rows], ctx.past[1][rows], causal=False)
-            grad_q += tile_q
-            for buffer, tile in zip(ctx.grads, tile_rows, strict=True):
-                _add_rows(buffer, tile, rows.start - len(ctx.past[0]))
-            del tile_q, tile_rows, tile  # gone before the next tile's are made
-        return _by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+def merge_past(
+    out: Tensor, lse: Tensor, q: Tensor, past: tuple[Tensor, Tensor], *, scale: float, parts: AttentionParts
+) -> None:
+    """Merge the attention of ``q`` [N, R, T, D] to all retained rows into ``out`` [N, R, T, D], ``lse`` [N, R, T]."""
+    for rows in _tiles(len(past[0]) if q.numel() else 0):
+        key, value = (x[rows].to(q.dtype) for x in past)
+        _merge(out, lse, *parts.part_forward(q, key, value, causal=False, scale=scale))
+        del key, value  # gone before the next tile's are made
+
+
+def past_backward(
+    grad_q: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    past: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    buffers: tuple[Tensor | None, Tensor | None],
+    *,
+    scale: float,
+    parts: AttentionParts,
+) -> None:
+    """Add what retained rows owe the queries into ``grad_q``, and their own gradients into ``buffers``."""
+    for rows in _tiles(len(past[0]) if q.numel() else 0):
+        tiles = [None if x is None else _covered(x, rows, len(past[0])) for x in buffers]
+        key, value = (x[rows].to(q.dtype) for x in past)
+        grad_q += parts.rows_backward(grad, q, key, value, out, lse, *tiles, scale=scale)
+        del key, value  # gone before the next tile's are made
 
 
 def _tiles(rows: int) -> list[slice]:
     return [slice(start, min(start + ROW_TILE, rows)) for start in range(0, rows, ROW_TILE)]
 
 
-def _add_rows(buffer: Tensor | None, tile: Tensor, start: int) -> None:
-    """Add ``tile``, whose first row is ``start`` < 0 counted from the past's end, where the buffer reaches."""
-    if buffer is None or len(buffer) + start + len(tile) <= 0:
-        return
-    skipped = max(-(len(buffer) + start), 0)
-    first = len(buffer) + start + skipped
-    buffer[first : first + len(tile) - skipped] += tile[skipped:]
+def _covered(buffer: Tensor, rows: slice, retained: int) -> Tensor:
+    """Return what ``buffer``, which covers the last of ``retained`` rows, has for ``rows``: the last of them."""
+    missing = retained - len(buffer)
+    return buffer[max(rows.start - missing, 0) : max(rows.stop - missing, 0)]
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -120,12 +150,12 @@ def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     lse.copy_(total)
 
 
-def _by_heads(x: Tensor, heads: int) -> Tensor:
+def by_heads(x: Tensor, heads: int) -> Tensor:
     """[T, H, D] -> [N, R, T, D], contiguous."""
     count, _, width = x.shape
     return x.view(count, heads, -1, width).permute(1, 2, 0, 3).contiguous()
 
 
-def _by_tokens(x: Tensor) -> Tensor:
+def by_tokens(x: Tensor) -> Tensor:
     """[N, R, T, D] -> [T, H, D], contiguous."""
     return x.flatten(0, 1).transpose(0, 1).contiguous()

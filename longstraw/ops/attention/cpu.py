@@ -6,8 +6,12 @@ Shapes as in ``reference``. The operator answers log-sum-exp 0 for a query that 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from longstraw.ops.attention import reference
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,6 +40,9 @@ def part_backward(
         scale=scale,
     )
     return grad_q.reshape(q.shape), grad_k[0].transpose(0, 1), grad_v[0].transpose(0, 1)
+
+
+rows_backward = partial(reference.rows_backward, part_backward=part_backward)
 
 
 def _queries(x: Tensor, causal: bool) -> Tensor:

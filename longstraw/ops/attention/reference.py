@@ -6,6 +6,8 @@ Tensors are at least float32; any device; float64 stays float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,30 @@ def part_backward(
             grad_q[:, :, queries] += grad_scores @ keys
             grad_k[rows] += (grad_scores.transpose(-1, -2) @ tile).sum(1).movedim(0, 1)
     return grad_q, grad_k, grad_v
+
+
+def rows_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key_grad: Tensor | None,
+    value_grad: Tensor | None,
+    *,
+    scale: float,
+    part_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_backward,
+) -> Tensor:
+    """Return the gradient of ``q`` for rows that all queries see; add that of the rows into the buffers.
+
+    ``key_grad``, ``value_grad`` [G, N, D] cover the last G rows of ``k``, ``v`` [S, N, D], or are None.
+    """
+    grad_q, *grad_rows = part_backward(grad, q, k, v, out, lse, causal=False, scale=scale)
+    for buffer, rows in zip((key_grad, value_grad), grad_rows, strict=True):
+        if buffer is not None:
+            buffer += rows[len(rows) - len(buffer) :]
+    return grad_q
 
 
 def _row_tiles(rows: int, visible: int | None) -> list[slice]:

@@ -8,6 +8,7 @@ T new positions, P retained ones, K chosen rows a query, H heads, C latent width
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,17 @@ class LatentOps(Protocol):
     def select_rows(
         self, q: Tensor, weights: Tensor, past_key: Tensor, key: Tensor, count: int, *, scale: float
     ) -> Tensor: ...
+
+    def best_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        queried: Tensor,
+        count: int,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 LATENT: dict[str, LatentOps] = {"reference": reference, "cpu": reference}
