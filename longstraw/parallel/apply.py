@@ -1,0 +1,70 @@
+"""Spreading a finished model over the ranks of a mesh, from outside: the model's own files know of no rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import nn
+
+from longstraw.config import ConfigError
+from longstraw.layers.feedforward import Experts
+from longstraw.models.decoder import Decoder
+from longstraw.parallel.context import ContextParallel
+from longstraw.parallel.expert import ExpertGroup
+from longstraw.parallel.mesh import Mesh
+from longstraw.parallel.shard import keep_rows, local_tensor, shard_module, sum_gradients
+
+VOCABULARY = ("model.embed_tokens", "lm_head")
+
+
+@dataclass
+class Parallel:
+    """A model that is spread over ``mesh``, and what that asks of a step's end."""
+
+    mesh: Mesh
+    replicated: dict[int, tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=dict)
+
+    def finish_gradients(self) -> None:
+        """Sum, after the last backward, the gradients of parameters that several ranks hold alike."""
+        for parameter, group in self.replicated.values():
+            if parameter.grad is not None:  # on ranks that hold it alike, all have one or none has
+                dist.all_reduce(local_tensor(parameter.grad), group=group)
+
+
+def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
+    """Spread ``model``, the same on every rank, over ``mesh``: positions, state, parameters and gradients.
+
+    Blocks are sharded over all ranks and gathered one at a time, vocabulary and experts are shared out by rows and
+    never gathered. Adapters and frozen weights may be there already. Raises ``ConfigError`` for adapters on the
+    vocabulary, whose rows stay where they are.
+    """
+    group, parallel = mesh.context(), Parallel(mesh)
+    for name in VOCABULARY:
+        if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding):
+            raise ConfigError(f"an adapter on {name} cannot be spread over ranks; leave it out of adapter.targets")
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    context = ContextParallel(model.ops, group, ExpertGroup(mesh.ep.get_group()))
+    ops = model.ops._replace(context=context)
+    for module in model.modules():
+        if hasattr(module, "ops"):
+            module.ops = ops
+    model.split, model.agree = group.split, mesh.agree
+    stays: set[nn.Parameter] = set()
+    for name in VOCABULARY:
+        keep_rows(model.get_submodule(name), ["weight"], mesh.cp)
+        weight = model.get_parameter(f"{name}.weight")
+        stays.add(weight)
+        if mesh.sizes.dp > 1:
+            parallel.replicated[id(weight)] = weight, mesh.dp.get_group()
+    for module in experts:
+        keep_rows(module, ["gate_up_proj", "down_proj"], mesh.ep)
+        stays.update(module.parameters())
+        if mesh.replica.size() > 1:
+            for parameter in module.parameters():
+                parallel.replicated[id(parameter)] = parameter, mesh.replica.get_group()
+    for block in model.model.layers:
+        shard_module(block, mesh.world, stays & set(block.parameters()))
+    shard_module(model, mesh.world, stays)
+    sum_gradients(model)
+    return parallel

@@ -1,0 +1,53 @@
+"""The ranks of a job laid out by what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from longstraw.parallel.collectives import Group
+from longstraw.parallel.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks in a row, the same ranks as (dp, cp), and as (replica, ep).
+
+    Ranks beside each other share a prompt: they are the ones on a node. Parameters are spread over ``world``, a
+    prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
+    """
+
+    sizes: Sizes
+    world: DeviceMesh
+    dp: DeviceMesh
+    cp: DeviceMesh
+    replica: DeviceMesh  # the ranks that own the same experts
+    ep: DeviceMesh
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the prompts side by side is this rank's."""
+        return self.dp.get_local_rank()
+
+    def context(self) -> Group:
+        """Return the ranks that share this rank's prompt."""
+        return Group(self.cp.get_group())
+
+    def agree(self, count: int) -> int:
+        """Return the largest ``count`` of the prompts side by side: as often must every rank take part."""
+        if self.sizes.dp == 1:
+            return count
+        most = torch.tensor(count, device=self.world.device_type)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
+        return int(most)
+
+
+def build_mesh(sizes: Sizes, device_type: str) -> Mesh:
+    """Return the mesh of a process group that is up; every rank calls it."""
+    world = init_device_mesh(device_type, (sizes.world,), mesh_dim_names=("world",))
+    grid = init_device_mesh(device_type, (sizes.dp, sizes.cp), mesh_dim_names=("dp", "cp"))
+    experts = init_device_mesh(device_type, (sizes.world // sizes.ep, sizes.ep), mesh_dim_names=("replica", "ep"))
+    return Mesh(sizes, world, grid["dp"], grid["cp"], experts["replica"], experts["ep"])
