@@ -91,14 +91,21 @@ def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator
 
     words = words_folder(folder, attempt)
     words.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(words / f"{rank()}.log", delay=True)
+    with _logged(words / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+        yield {"ranks": ranks}
+
+
+@contextlib.contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Keep what this rank logs, and what ends it, in a file of its own."""
+    handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
-        with connect(hardware, folder, attempt, last_word=last_word) as ranks:
-            yield {"ranks": ranks}
-    except Exception as error:
-        logging.getLogger(__name__).error("rank %d ends: %s", rank(), describe(error), exc_info=True)
+        yield
+    except Exception:
+        with contextlib.suppress(OSError), path.open("a") as file:
+            traceback.print_exc(file=file)
         raise
     finally:
         logging.getLogger().removeHandler(handler)

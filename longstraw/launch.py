@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError, RunConfig, from_composed, from_dict, to_dict
-from longstraw.failures import describe, is_users
+from longstraw.failures import RankLostError, describe, is_users
 from longstraw.job import execute, leave_word, write_json
+from longstraw.parallel.started import started
+from longstraw.parallel.words import first_word
 from longstraw.place import Place, find, resolve
 from longstraw.slurm import Submitted
 from longstraw.submit import check_slurm, start_local, submit_slurm
@@ -29,6 +31,7 @@ from longstraw.watch import Line, Screen, shown
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15  # a job that was asked to end gets this long
+STANDS_SECONDS = 10  # so do the ranks of one that has failed
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,10 @@ def _listed(wrong: Sequence[tuple[int, str]], count: int) -> str:
 
 
 def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
-    """Run the jobs and return the exit status: 0 if every one succeeded. ``alone``: one job, in this process.
+    """Run the jobs and return the exit status: 0 if every one succeeded. ``alone``: the one job of a command.
 
-    Prints where they run, shows them, and ends with their table and the path of their records.
+    That one runs in this process, unless it has several ranks to be started. Prints where the jobs run, shows them, and
+    ends with their table and the path of their records.
     """
     for place in dict.fromkeys(job.place for job in jobs):
         count = sum(job.place == place for job in jobs)
@@ -117,8 +121,13 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
             _start_detached(folder)
         print("longstraw: started; this command does not wait (launch.detach=true)")
         return 0
-    code = run_here(here[0]) if alone and here else run_queue(jobs, handles)
-    print(table([job.run_dir for job in jobs], errors=not (alone and here)))
+    in_process = alone and bool(here) and here[0].config.hardware.world_size == started().world_size
+    if started().world_size > 1:
+        from longstraw.parallel.ranks import offer_job
+
+        offer_job(jobs[0].run_dir)
+    code = run_here(here[0]) if in_process else run_queue(jobs, handles)
+    print(table([job.run_dir for job in jobs], errors=not in_process))
     print(f"records: {_shown(folder)}/{'*' if len(jobs) > 1 else jobs[0].num}/records.jsonl", flush=True)
     return code
 
@@ -144,7 +153,7 @@ def run_here(job: Job) -> int:
         leave_word(job.run_dir, "error", f"interrupted ({number.name})")
         return 128 + number
     except Exception as error:
-        if not is_users(error):
+        if not is_users(error) and not isinstance(error, RankLostError):
             traceback.print_exc()
         print(f"longstraw: {describe(error)} ({where})", file=sys.stderr)
         return 1
@@ -152,6 +161,25 @@ def run_here(job: Job) -> int:
     if row.get("error"):
         print(f"longstraw: {row['error']}", file=sys.stderr)
     return int(failed(job))
+
+
+def follow() -> int:
+    """Run one of torchrun's ranks of the job that its rank 0 composed; return the exit status."""
+    from longstraw.parallel.ranks import offered_job
+
+    try:
+        with _stoppable():
+            run_dir = offered_job()
+            if run_dir is None:
+                time.sleep(STOP_SECONDS)  # torchrun ends this process as soon as rank 0, which says why, has ended
+                return 2
+            execute(run_dir)
+    except KeyboardInterrupt as stop:
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except Exception as error:
+        print(f"longstraw: rank {started().rank}: {describe(error)}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
@@ -163,16 +191,17 @@ def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
     lines = {job.num: Line(job.run_dir, label, job.config.steps) for job, label in zip(jobs, labels(jobs), strict=True)}
     waiting = [job for job in jobs if job.num not in handles]
     limit = jobs[0].config.launch.max_parallel or 1
-    started: dict[int, float] = {}
+    begun: dict[int, float] = {}
+    ended: set[int] = set()  # jobs whose last rank had to be ended
     screen = Screen(list(lines.values()))
     with _stoppable():
         try:
             while waiting or any(lines[job.num].state in ("queued", "running") for job in jobs):
-                running = [job for job in jobs if job.num in started and lines[job.num].state in ("queued", "running")]
+                running = [job for job in jobs if job.num in begun and lines[job.num].state in ("queued", "running")]
                 for job in waiting[: max(limit - len(running), 0)]:
-                    handles[job.num], started[job.num] = start_local(job), time.monotonic()
+                    handles[job.num], begun[job.num] = start_local(job), time.monotonic()
                     waiting.remove(job)
-                screen.update([lines[job.num] for job in jobs if _look(job, lines[job.num], handles, started)])
+                screen.update([lines[job.num] for job in jobs if _look(job, lines[job.num], handles, begun, ended)])
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
             _stop(jobs, lines, handles)
@@ -182,19 +211,34 @@ def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
     return int(any(line.state == "failed" for line in lines.values()))
 
 
-def _look(job: Job, line: Line, handles: dict[int, Any], started: dict[int, float]) -> bool:
+def _look(job: Job, line: Line, handles: dict[int, Any], begun: dict[int, float], ended: set[int]) -> bool:
     """Bring a job's line up to date; return whether its state is new."""
     handle = handles.get(job.num)
     if handle is None or line.state in ("done", "failed"):
         return False
     if not handle.done():
+        if job.num not in ended and _stands(job):
+            ended.add(job.num)
+            handle.cancel(check=False)
         line.note = handle.note() if isinstance(handle, Submitted) else ""
         return line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
     line.note = ""
     if not has_result(job.run_dir):
-        ran = time.monotonic() - started.get(job.num, time.monotonic())
-        leave_word(job.run_dir, "error", _why_dead(job, handle, ran))
+        ran = time.monotonic() - begun.get(job.num, time.monotonic())
+        lost = first_word(job.run_dir)
+        if lost is None:
+            leave_word(job.run_dir, "error", _why_dead(job, handle, ran))
+        else:
+            leave_word(job.run_dir, lost.status, describe(lost), failed_rank=lost.rank)
     return line.become("failed" if failed(job) else "done")
+
+
+def _stands(job: Job) -> bool:
+    """Return whether a local job has failed and a rank of it does not end: one that was stopped, say."""
+    if job.place.where != "here" or job.config.hardware.world_size == 1 or not has_result(job.run_dir):
+        return False
+    path = job.run_dir / "result.json"
+    return read_json(path)["status"] != "ok" and time.time() - path.stat().st_mtime > STANDS_SECONDS
 
 
 def _why_dead(job: Job, handle: Any, ran: float) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
+from longstraw.parallel.sizes import rank_sizes
+from longstraw.parallel.started import check_world_size, started
 
 WORKS = "model=qwen3_6_tiny hardware=cpu works on any machine"
 
@@ -32,11 +34,7 @@ def resolve(config: RunConfig) -> Place:
         if config.mode == "run":
             raise ConfigError(f"mode=run: {place.why}; {WORKS}")
         raise ConfigError(f"mode=auto would simulate, because {place.why}; this version cannot simulate yet; {WORKS}")
-    if config.hardware.world_size > 1:
-        raise ConfigError(
-            f"hardware={config.hardware.name} has {config.hardware.world_size} ranks and this version computes on one; "
-            f"{WORKS}"
-        )
+    _check_ranks(config, place)
     if config.hardware.backend != "cpu":
         raise ConfigError(
             f"hardware={config.hardware.name}: this version computes on the processor, its GPU kernels are not there "
@@ -45,16 +43,39 @@ def resolve(config: RunConfig) -> Place:
     return place
 
 
+def _check_ranks(config: RunConfig, place: Place) -> None:
+    """Raise ``ConfigError`` where the job's ranks cannot be started, or others than its own were."""
+    hardware, me, name = config.hardware, started(), f"hardware={config.hardware.name}"
+    rank_sizes(config.model, hardware)
+    if me.by == "torchrun":
+        check_world_size(me, hardware)
+    elif me.by == "slurm" and me.world_size > 1:
+        raise ConfigError(
+            f"srun started this command {me.world_size} times; start it once, it starts the ranks of {name} itself, or "
+            "let srun start torchrun on each node"
+        )
+    elif place.where == "here" and hardware.nodes > 1:
+        raise ConfigError(
+            f"{name} has {hardware.nodes} nodes and the job would run on this one alone ({place.why}); start it "
+            "outside an allocation with hardware.partition=..., or with torchrun on each node"
+        )
+
+
 def find(hardware: HardwareConfig) -> Place:
     """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
     name = f"hardware={hardware.name}"
+    if (me := started()).by == "torchrun":
+        return Place(
+            "run", "here", f"as {me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})"
+        )
     sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
     if "SLURM_JOB_ID" in os.environ:
         return Place("run", "here", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
     if hardware.backend == "cpu":
         if sbatch:
             return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
-        return Place("run", "here", f"on this machine's processor ({name})")
+        ranks = f"{hardware.world_size} ranks " if hardware.world_size > 1 else ""
+        return Place("run", "here", f"{ranks}on this machine's processor ({name})")
     wanted, visible = hardware.nodes * max(hardware.gpus_per_node, 1), len(visible_gpus())
     if hardware.nodes == 1 and visible >= wanted:
         return Place("run", "here", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from longstraw.config import ConfigError, available, conf_dir
 from longstraw.overrides import FOLDERS, Typed, check
+from longstraw.parallel.started import started
 
 _MADE: list[Path] = []  # folders this command made
 KEYS = """\
@@ -57,6 +58,11 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(), end="")
         return
+    by_torchrun = started().by == "torchrun" and started().world_size > 1
+    if by_torchrun and started().rank > 0:
+        from longstraw.launch import follow
+
+        raise SystemExit(follow())
     quiet = os.environ.get("HYDRA_FULL_ERROR") is None
     try:
         _start(quiet)
@@ -66,6 +72,10 @@ def main() -> None:
         raise
     finally:
         _remove_unused()
+        if by_torchrun:
+            from longstraw.parallel.ranks import offer_job
+
+            offer_job(None)  # where no job was started the other ranks must not wait for one
 
 
 def help_text() -> str:
@@ -96,7 +106,12 @@ def _start(quiet: bool) -> None:
     arguments = get_args_parser().parse_args()
     typed = parse(arguments.overrides)
     check(typed)
-    if not (arguments.multirun or any(argument.key in ("sweep", "hydra.mode") for argument in typed)):
+    sweep = arguments.multirun or any(argument.key in ("sweep", "hydra.mode") for argument in typed)
+    if sweep and started().by == "torchrun":
+        raise ConfigError(
+            "torchrun starts the ranks of one job; a sweep starts its own: python -m longstraw.run -m ..."
+        )
+    if not sweep:
         for argument in typed:
             if len(argument.values) > 1:
                 raise ConfigError(f"{argument.text}: several values are a sweep, which wants -m")

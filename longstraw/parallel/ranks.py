@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from longstraw.config import HardwareConfig
 from longstraw.failures import RankLostError
-from longstraw.parallel.peers import Peers
+from longstraw.parallel.peers import EMPTY, Peers
 from longstraw.parallel.started import Started, check_world_size, started
 from longstraw.parallel.words import lost_of, read_word, words_folder
 
 POLL_SECONDS = 0.05
+COMPOSE = timedelta(minutes=5)  # until rank 0 has read the configuration
 CONNECT = timedelta(seconds=15)  # to an address that may be of a store that is gone
 
 
@@ -112,10 +113,12 @@ def _address_file(folder: Path, me: Started) -> Path:
 
 def _meet(me: Started, hardware: HardwareConfig, folder: Path) -> tuple[dist.Store, str, int]:
     """Return a connection to the job's store, and the store's host and port."""
+    limit = timedelta(seconds=hardware.timeout_s)
     if me.by == "torchrun":
-        return torchrun_store(hardware.timeout_s), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = torchrun_store()
+        store.set_timeout(limit)
+        return store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if me.rank == 0:
-        limit = timedelta(seconds=hardware.timeout_s)
         # Names need not resolve where all ranks are on one machine.
         host = "127.0.0.1" if me.local_world_size == me.world_size else socket.gethostname()
         store = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
@@ -150,10 +153,23 @@ def _prefixed(store: dist.Store, me: Started) -> dist.Store:
 
 
 @functools.cache
-def torchrun_store(timeout_s: float) -> dist.Store:
+def torchrun_store() -> dist.Store:
     """Return this process's connection to torchrun's store; rank 0 opens it where torchrun's agent does not."""
     me = started()
     serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
-    return _prefixed(store, me)
+    return _prefixed(dist.TCPStore(host, port, None, serves, COMPOSE, wait_for_workers=False), me)
+
+
+def offer_job(run_dir: Path | None) -> None:
+    """Tell torchrun's other ranks which job rank 0 composed; ``None``: none, unless it has said one before."""
+    torchrun_store().compare_set("run_dir", "", str(run_dir.absolute()) if run_dir else EMPTY)
+
+
+def offered_job() -> Path | None:
+    """Return the folder of the job that rank 0 composed, or ``None`` where it refused; waits for its word."""
+    try:
+        said = torchrun_store().get("run_dir").decode()
+    except RuntimeError as error:
+        raise RankLostError(0, os.environ["MASTER_ADDR"], f"composed no job: {str(error).splitlines()[0]}") from None
+    return None if said == EMPTY else Path(said)

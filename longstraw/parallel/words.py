@@ -40,10 +40,11 @@ def read_word(folder: Path, rank: int) -> str | None:
         return None
 
 
-def first_word(run_dir: str | Path, attempt: int) -> RankLostError | None:
-    """Return what the earliest word of an attempt's ranks says, or ``None`` if none left one."""
+def first_word(run_dir: str | Path) -> RankLostError | None:
+    """Return what the earliest word of the latest attempt's ranks says, or ``None`` if none left one."""
+    attempts = [int(path.name) for path in (Path(run_dir) / "ranks").glob("[0-9]*")]
     found = []
-    for path in words_folder(run_dir, attempt).glob("[0-9]*.json"):
+    for path in words_folder(run_dir, max(attempts)).glob("[0-9]*.json") if attempts else ():
         with contextlib.suppress(OSError, ValueError, KeyError):
             text = path.read_text()
             found.append((json.loads(text)["time"], text))
