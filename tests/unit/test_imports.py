@@ -19,7 +19,7 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"budget", "memory"},
     {"step", "sample"},
     {"simulate"},
-    {"schema", "provenance", "place", "progress", "slurm"},
+    {"schema", "provenance", "place", "progress", "slurm", "stop"},
     {"record", "data", "checkpoint"},
     {"observe", "train", "table"},
     {"job", "watch", "submit"},
