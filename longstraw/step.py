@@ -165,6 +165,7 @@ def replay(
             observer.advance(len(response))
         for nothing in _rounds(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
             (_branch(model, retained, nothing, grad=False)[0].sum() * 0).backward()
+            observer.advance(0)
     total = sum(statistics[1:], statistics[0])
     entropy_mean = float(torch.stack(entropies).sum() / total.tokens.clamp(min=1))
     return torch.stack(losses).sum(), logprobs, entropy_mean, total
@@ -188,6 +189,7 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
         for start in rounds:
             if start is None:
                 _backward_of_nothing(model, retained)
+                observer.advance(0)
                 continue
             end = min(start + retained.chunk, positions)
             past = [state.leaves(start, grad=start > first) for state in states]

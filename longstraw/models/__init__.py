@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
 from longstraw.models import glm_5_2, qwen3_6
@@ -39,13 +40,53 @@ def build_model(
     device = torch.device(device)
     with torch.device("meta"):
         decoder = architecture.build(config, _ops(backend, device))
-    generator = torch.Generator().manual_seed(seed)
-    for module in decoder.modules():  # one at a time: drawn in float32, the whole is never held in it
-        if device.type != "meta":
-            module.to_empty(device="cpu", recurse=False)
-            architecture.initialise(module, config.initializer_range, generator)
-        _cast(module, device, _dtype(dtype, config))
+    narrow = _dtype(dtype, config)
+    wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as what a router selects by
+
+    def keep(tensor: Tensor, whole: Tensor) -> Tensor:
+        return whole.to(device, narrow if isinstance(tensor, nn.Parameter) else wide)
+
+    if device.type == "meta":
+        for module in decoder.modules():
+            for name, tensor in _own(module).items():
+                _put(module, name, keep(tensor, tensor))
+    else:
+        draw_weights(decoder, seed=seed, keep=keep)
     return decoder
+
+
+def draw_weights(decoder: Decoder, *, seed: int, keep: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Draw all weights but adapters' from ``seed``, a module at a time: the whole is never held in float32.
+
+    ``keep`` gets a parameter or buffer as it stands and the whole float32 tensor that was drawn for it, and returns
+    what shall stand in its place.
+    """
+    architecture = _ARCHITECTURES[decoder.config.architecture]
+    generator = torch.Generator().manual_seed(seed)
+    for path, module in decoder.named_modules():
+        own = {} if ".lora_" in path else _own(module)
+        for name, tensor in own.items():
+            _put(module, name, torch.empty(tensor.shape, dtype=torch.float32))
+        architecture.initialise(module, decoder.config.initializer_range, generator)
+        for name, tensor in own.items():
+            _put(module, name, keep(tensor, getattr(module, name).detach()), tensor)
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers that ``module`` itself holds."""
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return dict(named)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor, like: Tensor | None = None) -> None:
+    """Let ``tensor`` stand where a parameter or buffer stood, as trainable as ``like`` or as what stood there."""
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        module._parameters[name] = tensor
+    else:
+        trained = (like if like is not None else getattr(module, name)).requires_grad
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
 
 
 def load_model(
@@ -74,12 +115,6 @@ def load_model(
 
 def _ops(backend: str | None, device: torch.device) -> Any:
     return choose_ops(backend or ("cpu" if device.type in ("cpu", "meta") else "reference"))
-
-
-def _cast(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move and cast what ``module`` itself holds; buffers, such as what a router selects by, keep at least float32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    module._apply(lambda tensor: tensor.to(device, dtype if isinstance(tensor, nn.Parameter) else wide), recurse=False)
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:

@@ -8,8 +8,9 @@ transformers' class, the latter is ``base_model.model.model.layers.3.self_attn.q
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ _FILE = "adapter_model.safetensors"
 _NO_GRADIENT = ".indexer."  # what chooses rows gets no gradient, so an adapter there would never change
 
 
+def _copy(parameter: Tensor, whole: Tensor) -> None:
+    if not parameter.is_meta:
+        parameter.copy_(whole)
+
+
 def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Decoder:
     """Freeze ``model`` and wrap its targets with new low-rank adapters, or those of ``config.checkpoint``; in place.
 
@@ -49,7 +55,33 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
     if model.config.architecture == "glm_5_2" and _matching(targets, _ONLY_HERE):
         log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
     lora = _peft().LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
-    return _inject(model, lora, seed)
+    _inject(model, lora)
+    fill_adapter(model, config, seed=seed)
+    return model
+
+
+def fill_adapter(
+    model: Decoder, config: AdapterConfig, *, seed: int = 0, keep: Callable[[Tensor, Tensor], None] = _copy
+) -> None:
+    """Give the adapters of ``model`` their first values: those of ``config.checkpoint``, or A from ``seed`` and B zero.
+
+    ``keep`` gets a parameter and the whole tensor it shall have; by default it is copied. For a model that was on the
+    meta device when its adapters were added.
+    """
+    if config.checkpoint is not None:
+        tensors = {_here(name): tensor for name, tensor in read_tensors(Path(config.checkpoint) / _FILE).items()}
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" not in name:
+                continue
+            if config.checkpoint is not None:
+                keep(parameter, tensors[name])
+                continue
+            whole = torch.zeros(parameter.shape)
+            if ".lora_A." in name:  # as nn.Linear, and PEFT with it
+                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            keep(parameter, whole)
 
 
 def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
@@ -71,7 +103,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     named = lora.target_modules
     if isinstance(named, str) or sorted(_matching(_linear(model), named or ())) != wrapped:
         lora.target_modules = wrapped
-    _inject(model, lora, seed=0)
+    _inject(model, lora)
     parameters = dict(model.named_parameters())
     ours = {name for name in parameters if ".lora_" in name}
     if ours != set(tensors):
@@ -165,17 +197,16 @@ def _refuse_second(model: nn.Module) -> None:
         raise ConfigError("the model has an adapter already; add one to a freshly loaded model")
 
 
-def _inject(model: Decoder, lora: Any, seed: int) -> Decoder:
+def _inject(model: Decoder, lora: Any) -> None:
+    """Wrap the targets; the adapters' values are PEFT's and to be replaced."""
     lora.inference_mode = False
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         _peft().inject_adapter_in_model(lora, model, adapter_name=_NAME)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    return model
 
 
 def _on_disk(name: str) -> str:

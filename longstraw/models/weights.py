@@ -87,14 +87,15 @@ def load_weights(
     """Fill ``model``, which stands on the meta device, from the safetensors of ``folder``.
 
     Shards are read in turn, one tensor at a time, and only what the model has: nothing is in memory twice. Buffers keep
-    at least float32. ``place`` is for a process that holds only a part of a tensor: from a name and the meta tensor it
-    returns the storage to fill and the offset of its first element in the whole; no more than that part is read. Raises
+    at least float32. ``place`` is for a process that holds only a part of each tensor: from a name and the model's
+    tensor it returns that part, to be filled where it is, and the offset of its first element in the whole; no more
+    than the part is read, and adapters may be there already. Raises
     ``CheckpointError`` for tensors that are missing, of another shape or quantised, by name; logs what the checkpoint
     has beyond the model.
     """
     folder = Path(folder)
     buffers = {name for name, _ in model.named_buffers()}
-    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    targets = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if not _adapter(name)}
     shards: dict[Path, list[_Piece]] = defaultdict(list)
     others = []
     for stored, shard in _names(folder).items():
@@ -117,7 +118,7 @@ def load_weights(
                 if piece.target not in filled:
                     filled[piece.target] = (place or whole)(piece.target, targets[piece.target])
                 _copy(piece, source, *filled[piece.target])
-    for name, (tensor, _) in filled.items():
+    for name, (tensor, _) in filled.items() if place is None else ():
         _assign(model, name, tensor)
     return _report(folder, len(pieces), others, targets)
 
@@ -219,6 +220,15 @@ def _copy(piece: _Piece, source: Any, storage: Tensor, offset: tuple[int, ...]) 
         there.append(slice(start - box, end - box))
         here.append(slice(start - first, end - first))
     storage[tuple(here)].copy_(source[tuple(there[-len(piece.stored_shape) :])])
+
+
+def _adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _plain(name: str) -> str:
+    """Return a weight's name without what an adapter around its module adds to it."""
+    return name.replace(".base_layer.", ".")
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

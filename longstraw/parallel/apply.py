@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from longstraw.config import ConfigError
 from longstraw.layers.feedforward import Experts
@@ -13,7 +14,7 @@ from longstraw.models.decoder import Decoder
 from longstraw.parallel.context import ContextParallel
 from longstraw.parallel.expert import ExpertGroup
 from longstraw.parallel.mesh import Mesh
-from longstraw.parallel.shard import keep_rows, local_tensor, shard_module, sum_gradients
+from longstraw.parallel.shard import keep_rows, local_gradient, shard_module, sum_gradients
 
 VOCABULARY = ("model.embed_tokens", "lm_head")
 
@@ -22,14 +23,29 @@ VOCABULARY = ("model.embed_tokens", "lm_head")
 class Parallel:
     """A model that is spread over ``mesh``, and what that asks of a step's end."""
 
+    model: Decoder
     mesh: Mesh
-    replicated: dict[int, tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=dict)
+    replicated: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # by id: the ranks that hold it alike
 
-    def finish_gradients(self) -> None:
-        """Sum, after the last backward, the gradients of parameters that several ranks hold alike."""
-        for parameter, group in self.replicated.values():
-            if parameter.grad is not None:  # on ranks that hold it alike, all have one or none has
-                dist.all_reduce(local_tensor(parameter.grad), group=group)
+    def finish_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None] = local_gradient) -> None:
+        """Complete the gradients after the last backward: summed where several ranks hold one parameter alike.
+
+        Of prompts side by side the mean is taken. ``gradient_of`` gives this rank's part of a parameter's gradient,
+        which is changed in place, or None; ranks that hold a parameter alike all have one or none has.
+        """
+        for parameter in self.model.parameters():
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                continue
+            if id(parameter) in self.replicated:
+                dist.all_reduce(gradient, group=self.replicated[id(parameter)])
+            if self.mesh.sizes.dp > 1:
+                gradient /= self.mesh.sizes.dp
+
+    def share(self, parameter: nn.Parameter) -> float:
+        """Return what this rank's part of ``parameter`` counts in a sum over all ranks: 1 over those that hold it."""
+        group = self.replicated.get(id(parameter))
+        return 1.0 if group is None else 1 / dist.get_world_size(group)
 
 
 def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
@@ -39,7 +55,7 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
     never gathered. Adapters and frozen weights may be there already. Raises ``ConfigError`` for adapters on the
     vocabulary, whose rows stay where they are.
     """
-    group, parallel = mesh.context(), Parallel(mesh)
+    group, parallel = mesh.context(), Parallel(model, mesh)
     for name in VOCABULARY:
         if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding):
             raise ConfigError(f"an adapter on {name} cannot be spread over ranks; leave it out of adapter.targets")
@@ -56,13 +72,13 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
         weight = model.get_parameter(f"{name}.weight")
         stays.add(weight)
         if mesh.sizes.dp > 1:
-            parallel.replicated[id(weight)] = weight, mesh.dp.get_group()
+            parallel.replicated[id(weight)] = mesh.dp.get_group()
     for module in experts:
         keep_rows(module, ["gate_up_proj", "down_proj"], mesh.ep)
         stays.update(module.parameters())
         if mesh.replica.size() > 1:
             for parameter in module.parameters():
-                parallel.replicated[id(parameter)] = parameter, mesh.replica.get_group()
+                parallel.replicated[id(parameter)] = mesh.replica.get_group()
     for block in model.model.layers:
         shard_module(block, mesh.world, stays & set(block.parameters()))
     shard_module(model, mesh.world, stays)

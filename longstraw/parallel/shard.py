@@ -45,22 +45,39 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def total_norm(parameters: Iterable[nn.Parameter], counted: dict[int, float]) -> Tensor:
-    """Return the norm of all gradients over all ranks; 0-d, alike everywhere.
+def total_norm(gradients: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """Return the norm of all gradients over all ranks: 0-d, at least float32, alike everywhere.
 
-    ``counted`` is what a parameter's local part counts, by ``id``, where several ranks hold the same one: 1 over their
-    number; 1 where it is not in there.
+    Each is this rank's part of a gradient with what it counts: 1 over the ranks that hold the same part.
     """
-    squares = [
-        local_tensor(p.grad).to(torch.promote_types(p.dtype, torch.float32)).square().sum() * counted.get(id(p), 1.0)
-        for p in parameters
-        if p.grad is not None
-    ]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
-    dist.all_reduce(total)
+    total = torch.zeros((), device=device)
+    for gradient, share in gradients:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        total = total + norm.square() * share
+    if dist.is_initialized():
+        dist.all_reduce(total)
     return total.sqrt()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return this rank's part of a parameter's gradient."""
+    return None if parameter.grad is None else local_tensor(parameter.grad)
 
 
 def local_tensor(x: Tensor) -> Tensor:
     """Return this rank's part of ``x``."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return ``local``, this rank's part, spread as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

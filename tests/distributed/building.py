@@ -1,0 +1,30 @@
+"""What ranks are asked to build."""
+
+from dataclasses import dataclass
+
+import torch
+
+from longstraw.config import AdapterConfig, HardwareConfig, ModelConfig
+
+
+@dataclass
+class Building:
+    """A model spread over all ranks; the answer is its weights, gathered, and how many a rank holds."""
+
+    config: ModelConfig
+    adapter: AdapterConfig
+    seed: int = 3
+
+    def run(self, world):
+        from longstraw.parallel.build import build_spread
+        from longstraw.parallel.mesh import build_mesh
+        from longstraw.parallel.shard import local_tensor
+        from longstraw.parallel.sizes import rank_sizes
+
+        hardware = HardwareConfig(name="cpu", backend="cpu", ranks=world)
+        mesh = build_mesh(rank_sizes(self.config, hardware), "cpu")
+        model = build_spread(self.config, self.adapter, mesh, seed=self.seed, device=torch.device("cpu")).model
+        state = model.state_dict()
+        held = sum(local_tensor(tensor).numel() for tensor in state.values())
+        whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state.items()}
+        return {"weights": whole, "held": held}
