@@ -1,0 +1,233 @@
+"""How ranks come to be and how they end: real processes on loopback that are killed, stopped and made to fail.
+
+The ranks of all cases are forked from one process that has torch loaded, at once, so that the jobs also share a
+machine; this file is that process too (``main``). What must hold of each is then looked up in its folder.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 30  # hardware.timeout_s of the cases
+VERBS = ("prefill", "replay", "prompt_backward")
+CASES = {  # name: ranks, the one that falls, how, in which verb, time-out
+    **{f"{how} in {verb}": (2, 1, how, verb, TIMEOUT_S) for how in ("killed", "stopped", "raises") for verb in VERBS},
+    "out of memory": (3, 2, "out of memory", "replay", TIMEOUT_S),
+    "rank 0 killed": (3, 0, "killed", "replay", TIMEOUT_S),
+    "rank 0 stopped": (3, 0, "stopped", "replay", TIMEOUT_S),
+    "rank 0 raises": (3, 0, "raises", "replay", TIMEOUT_S),
+    "rank 1 absent": (3, 1, "absent", "", 12),
+    "rank 0 absent": (2, 0, "absent", "", 12),
+    "fine": (3, 0, "", "", TIMEOUT_S),
+    "fine too": (2, 0, "", "", TIMEOUT_S),
+    "nobody asks for the cause": (2, 1, "killed", "replay", TIMEOUT_S),
+}
+SAID = {
+    "killed": "stopped answering at",
+    "stopped": "stopped answering at",
+    "raises": "failed: the data of this rank",
+    "out of memory": "failed: no memory",
+    "absent": "never came",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run all cases; return their folders and each rank's exit status, None for one that did not end in time."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    for name in [name for name in environment if name.startswith(("SLURM_", "SUBMITIT_"))]:
+        del environment[name]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment, stdout=log, stderr=log)
+        try:
+            code = process.wait(200)
+        finally:
+            process.terminate()
+            process.wait(30)
+    assert code == 0, (folder / "log").read_text()[-5000:]
+    return folder, json.loads((folder / "codes.json").read_text())
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+FALLS = [name for name, case in CASES.items() if case[2]][:-1]
+
+
+@pytest.mark.parametrize("name", FALLS)
+def test_a_rank_that_falls_ends_the_job_and_is_named(ended, name):
+    folder, codes = ended
+    world, fallen, how, _, _ = CASES[name]
+    survivors = [rank for rank in range(world) if rank != fallen]
+    assert all(codes[name][rank] == 1 for rank in survivors), codes[name]
+    last = rows(folder / name)[-1]
+    assert last["failed_rank"] == fallen
+    assert last["status"] == ("oom" if how == "out of memory" else "error")
+    said = SAID[how] if fallen or how != "raises" else "the data of this rank"
+    assert said in last["error"]
+    assert fallen == 0 or last["error"].startswith(f"rank {fallen} on ")
+    result = json.loads((folder / name / "result.json").read_text())
+    assert (result["status"], result["error"]) == (last["status"], last["error"])
+    assert sum(row["status"] != "ok" for row in rows(folder / name)) == 1
+
+
+@pytest.mark.parametrize("name", FALLS)
+def test_every_rank_that_could_leaves_its_reason(ended, name):
+    folder, _ = ended
+    world, fallen, how, _, _ = CASES[name]
+    words = {path.stem: json.loads(path.read_text()) for path in (folder / name / "ranks" / "0").glob("*.json")}
+    silent = how in ("killed", "stopped", "absent")
+    assert set(words) == {str(rank) for rank in range(world) if not silent or rank != fallen}
+    assert {word["rank"] for word in words.values()} == {fallen}
+
+
+def test_jobs_on_one_machine_do_not_meet(ended):
+    folder, codes = ended
+    for name in ("fine", "fine too"):
+        world = CASES[name][0]
+        assert codes[name] == [0] * world
+        (row,) = rows(folder / name)
+        assert (row["status"], row["loss"]) == ("ok", float(world))
+        assert not list((folder / name).glob("ranks/0/address*"))
+        assert not list((folder / name).glob("ranks/0/*.json"))
+
+
+def test_without_the_question_rank_0_records_what_followed(ended):
+    """The control of the tests above: the collective's own error blames nobody."""
+    (row,) = rows(ended[0] / "nobody asks for the cause")
+    assert row["failed_rank"] == 0
+    assert "peer" in row["error"]
+
+
+# What runs in the other processes.
+
+
+def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
+    """Stand in for the training loop: collectives in three verbs, of which the case's one loses a rank."""
+    import torch
+    import torch.distributed as dist
+
+    from longstraw.failures import describe, status_of
+    from longstraw.job import failed_rank
+    from longstraw.record import append_row
+
+    row = {"run_id": run_id}
+    try:
+        for verb in VERBS:
+            for chunk in range(3):
+                total = torch.ones(())
+                dist.all_reduce(total)
+                if chunk == 1:
+                    fall(CASES[run_dir.name], verb, ranks.rank, run_dir)
+        row |= {"status": "ok", "loss": float(total)}
+    except Exception as error:
+        cause = ranks.cause(error) if run_dir.name != "nobody asks for the cause" else error
+        row |= {"status": status_of(cause), "error": describe(cause), "failed_rank": failed_rank(cause)}
+        raise cause from error
+    finally:
+        if ranks.rank == 0:
+            append_row(run_dir, row, attempt)
+
+
+def fall(case, verb, rank, run_dir):
+    """Be lost, if it is this rank's turn."""
+    import torch
+
+    _, fallen, how, where, _ = case
+    if (rank, verb) != (fallen, where):
+        return
+    (run_dir / "fell").touch()
+    if how == "raises":
+        raise ValueError("the data of this rank")
+    if how == "out of memory":
+        raise torch.OutOfMemoryError("no memory")
+    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+
+def start(folder, name, spec):
+    """Fork the ranks of a case; return their process ids, 0 for one that never comes."""
+    from longstraw import job
+
+    world, fallen, how, _, timeout_s = CASES[name]
+    run_dir = folder / name
+    run_dir.mkdir()
+    spec["config"]["hardware"] |= {"ranks": world, "timeout_s": timeout_s}
+    (run_dir / "spec.json").write_text(json.dumps(spec))
+    pids = []
+    for rank in range(world):
+        pid = 0 if how == "absent" and rank == fallen else os.fork()
+        if pid or (how == "absent" and rank == fallen):
+            pids.append(pid)
+            continue
+        code = 1
+        try:
+            where = {"NTASKS": world, "GLOBALID": rank, "LOCALID": rank, "NODEID": 0, "JOB_ID": os.getppid()}
+            os.environ |= {f"SUBMITIT_LOCAL_{key}": str(value) for key, value in where.items()}
+            os.environ["SUBMITIT_EXECUTOR"] = "local"
+            job.execute(run_dir)
+            code = 0
+        finally:
+            os._exit(code)
+    return pids
+
+
+def wait(folder, pids):
+    """Return the exit status of every rank; end those that are not over when their job's time-out is."""
+    codes = {name: [None] * len(of) for name, of in pids.items()}
+    begun = time.monotonic()
+    fell = {}
+    waiting = {(name, rank) for name, of in pids.items() for rank, pid in enumerate(of) if pid}
+    while waiting:
+        for name, rank in sorted(waiting):
+            absent = CASES[name][2] == "absent" and (folder / name / "ranks").exists()
+            if name not in fell and (absent or (folder / name / "fell").exists()):
+                fell[name] = time.monotonic()
+            done, status = os.waitpid(pids[name][rank], os.WNOHANG)
+            if done:
+                codes[name][rank] = os.waitstatus_to_exitcode(status)
+                waiting.remove((name, rank))
+            elif time.monotonic() > min(fell.get(name, begun + 120) + CASES[name][4], begun + 150):
+                os.kill(pids[name][rank], signal.SIGKILL)
+                os.waitpid(pids[name][rank], 0)
+                waiting.remove((name, rank))
+        time.sleep(0.05)
+    return codes
+
+
+def main(folder):
+    import longstraw.parallel.ranks  # noqa: F401 - loaded once for all ranks
+    from longstraw import train
+    from longstraw.config import from_dict, load_model_config, to_dict
+
+    train.run_job = work
+    hardware = {"name": "cpu", "backend": "cpu"}
+    model = to_dict(load_model_config("qwen3_6_tiny"))
+    config = to_dict(from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "context": 1024}))
+    spec = {"run_id": "r", "sweep": None, "num": 0, "command": "longstraw", "overrides": [], "config": config}
+    pids = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    gc.freeze()  # or every fork's collector would copy what it shares with the others
+    try:
+        for name in CASES:
+            pids[name] = start(folder, name, spec)
+        codes = wait(folder, pids)
+        (folder / "codes.json").write_text(json.dumps(codes))
+    finally:
+        for pid in (pid for of in pids.values() for pid in of if pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
