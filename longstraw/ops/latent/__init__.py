@@ -9,12 +9,13 @@ T new positions, P retained ones, K chosen rows a query, H heads, C latent width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.latent import reference
 from longstraw.ops.latent.reference import Buffers, Rows
 
@@ -56,7 +57,11 @@ class LatentOps(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-LATENT: dict[str, LatentOps] = {"reference": reference, "cpu": reference}
+LATENT: dict[str, LatentOps] = {
+    "reference": reference,
+    "cpu": reference,
+    "cuda": cast(LatentOps, DeferredModule("longstraw.ops.latent.kernels")),
+}
 
 
 def attend_rows(

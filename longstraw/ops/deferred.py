@@ -1,0 +1,18 @@
+"""Modules that are imported when something of them is first used: nothing imports Triton unless a GPU path is chosen."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class DeferredModule:
+    """Stands for a module; its attributes are that module's."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # of a protocol of Python's own, such as copying: not asked of the module
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
