@@ -119,7 +119,7 @@ class Checkpoints:
             for name, parameter in self.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-        return tensors | _random_states()
+        return tensors | random_states()
 
     def _publish(self, beside: Path, place: Path, step: int, sums: dict[str, list[int]]) -> None:
         """Give a written checkpoint its name, and remove those no longer kept."""
@@ -148,7 +148,7 @@ class Checkpoints:
         }
         self._check(place, {name: tuple(item.size) for name, item in held.items()})
         wanted = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        random = {name: state for name, state in _random_states().items() if name in held}
+        random = {name: state for name, state in random_states().items() if name in held}
         moments = self._moments(held)
         made = {f"optimizer.{name}.{key}": value for (name, key), value in moments.items()}
         with _alone():
@@ -157,7 +157,7 @@ class Checkpoints:
             self.optimizer.state.clear()
             for (name, key), value in moments.items():
                 self.optimizer.state[self.parameters[name]][key] = value
-        _set_random_states(random)
+        set_random_states(random)
 
     def _moments(self, held: Mapping[str, TensorStorageMetadata]) -> dict[tuple[str, str], Tensor]:
         """Return zeros to read the optimizer's tensors into, by parameter and key, laid out like the parameter."""
@@ -249,7 +249,7 @@ def _difference(written: list[int], found: list[int]) -> str:
     return f"has {found[0]:,} of {written[0]:,} bytes" if found[0] != written[0] else "has other content"
 
 
-def _random_states() -> dict[str, Tensor]:
+def random_states() -> dict[str, Tensor]:
     """Return this rank's random states by name."""
     states = {f"random.{_rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -257,7 +257,7 @@ def _random_states() -> dict[str, Tensor]:
     return states
 
 
-def _set_random_states(states: Mapping[str, Tensor]) -> None:
+def set_random_states(states: Mapping[str, Tensor]) -> None:
     """Set this rank's; a rank that was not there when they were written keeps its own."""
     for name, state in states.items():
         (torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state)(state)

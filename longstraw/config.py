@@ -44,6 +44,7 @@ __all__ = [
     "PROMPT_GRADS",
     "AdapterConfig",
     "AlgorithmConfig",
+    "CheckpointConfig",
     "ConfigError",
     "DataConfig",
     "HardwareConfig",
@@ -203,9 +204,14 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
+    gradient_dtype: str = "float32"  # float32 | model: what gradients add up in where the model's dtype is narrower
+    device: str | None = None  # cpu: parameters are updated and the optimizer's state lies there; None: the model's
 
     def __post_init__(self) -> None:
         choose("optimizer.name", self.name, ("adamw", "none"))
+        choose("optimizer.gradient_dtype", self.gradient_dtype, ("float32", "model"))
+        if self.device is not None:
+            choose("optimizer.device", self.device, ("cpu",))
         for key in ("lr", "eps", "weight_decay"):
             at_least(f"optimizer.{key}", getattr(self, key), 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -221,6 +227,20 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         at_least("launch.max_parallel", self.max_parallel, 1)
+
+
+@dataclass
+class CheckpointConfig:
+    """When a job writes down where it is: also whenever it is asked to end, and only at a refresh of the prompt."""
+
+    every: int | None = None  # optimizer steps from one to the next; None: as many as ``minutes`` take
+    minutes: float = 10.0
+    keep_last: int = 2
+    requeue: bool = True  # once asked to end, go back into SLURM's queue and continue
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 1), ("minutes", 0), ("keep_last", 1)):
+            at_least(f"checkpoint.{key}", getattr(self, key), least)
 
 
 @dataclass
@@ -247,6 +267,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     group_size: int = 2
     context: Any = "2.1M"  # positions of one branch: prompt + response
@@ -322,6 +343,7 @@ GROUPS: dict[str, type[Any]] = {
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
     "launch": LaunchConfig,
+    "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
 }
 COUNTS = {"context": 2, "response_length": 1, "chunk": INNER_CHUNK, "prompt_grad_window": 0}  # key: least value

@@ -9,21 +9,27 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, HardwareConfig, from_dict
+from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict
 from longstraw.failures import RankLostError, describe, status_of
 from longstraw.parallel.started import check_world_size, started, threads
 from longstraw.parallel.words import word_of, words_folder, write_word
 from longstraw.provenance import startup_facts
-from longstraw.record import append_row
+from longstraw.record import append_row, latest_attempt
 from longstraw.schema import RecordError, constant_keys
+from longstraw.slurm import SlurmError, own_id, requeue
+from longstraw.stop import Preempted, Superseded
 from longstraw.table import last_row
+
+LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
 
 
 def execute(run_dir: str | Path) -> None:
@@ -34,7 +40,10 @@ def execute(run_dir: str | Path) -> None:
     """
     folder = Path(run_dir)
     spec = json.loads((folder / "spec.json").read_text())
-    attempt = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    if rank() == 0:
+        (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
+    began, stopped = time.monotonic(), None
     try:
         config = from_dict(spec["config"])
         _prepare_process()
@@ -42,19 +51,43 @@ def execute(run_dir: str | Path) -> None:
 
         context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
         with _connected(config.hardware, folder, attempt) as ranks:
-            run_job(config, folder, attempt=attempt, **context, **ranks)
+            stopped = run_job(config, folder, attempt=attempt, **context, **ranks)
+    except Superseded:
+        raise
     except Exception as error:
         if rank() == 0 or _inherits(folder, attempt, error):
             with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
                 (folder / "error.txt").write_text(traceback.format_exc())
             leave_word(folder, status_of(error), describe(error), attempt, failed_rank(error))
         if started().world_size > 1:
-            lost = RankLostError(rank(), socket.gethostname(), f"failed: {describe(error)}", status_of(error))
+            own = RankLostError(rank(), socket.gethostname(), f"failed: {describe(error)}", status_of(error))
+            lost = error if isinstance(error, RankLostError) else own
             write_word(words_folder(folder, attempt), rank(), word_of(lost))  # unless it has left one
         raise
     if rank() == 0:
         row = last_row(folder) or {}
         _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
+        if stopped is not None:
+            _leave(config, stopped, time.monotonic() - began)
+
+
+def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:
+    """Go back into SLURM's queue, unless this job would never get further; raise what stopped it where it may not."""
+    job_id, limit = own_id(), 60 * config.hardware.time_min
+    if job_id is None or not config.checkpoint.requeue:
+        return
+    if not stopped.progressed and stopped.signal == signal.SIGUSR2 and ran > limit / 2:
+        print(
+            f"longstraw: no step was done within {limit // 60} min, so the job is not started again; raise "
+            "hardware.time_min",
+            file=sys.stderr,
+        )
+        return
+    try:
+        if requeue(job_id):
+            time.sleep(LEAVE_SECONDS)  # SLURM ends us: a job that ends by itself is not started again
+    except SlurmError as error:
+        print(f"longstraw: SLURM does not take the job back: {error}", file=sys.stderr)
 
 
 def rank() -> int:
@@ -164,6 +197,8 @@ def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed
 
 
 def _finish(folder: Path, attempt: int, status: str, reason: str | None) -> None:
+    if (latest_attempt(folder) or 0) > attempt:  # a later one has begun: the word is its
+        return
     result = {"attempt": attempt, "status": status, "error": reason, "host": socket.gethostname()}
     write_json(folder / "result.json", result)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from longstraw.memory import MemoryMeter
 from longstraw.state import RetainedState
 from longstraw.step import Observer
+from longstraw.stop import Stop
 
 PROGRESS_SECONDS = 0.5  # between two writes of the progress file
 
@@ -68,8 +69,9 @@ class Peaks:
 class Watch(Observer):
     """Hands what the step tells to the meter, the clock and the progress file."""
 
-    def __init__(self, meter: MemoryMeter, progress: Progress):
+    def __init__(self, meter: MemoryMeter, progress: Progress, stop: Stop | None = None):
         self.meter, self.progress, self.peaks = meter, progress, Peaks(meter)
+        self.stop = stop or Stop()
         self.seconds: dict[str, float] = {}
         self.most: dict[str, int] = {}  # the most bytes that a kind held at the ends of chunks and branches
 
@@ -90,6 +92,7 @@ class Watch(Observer):
 
     def advance(self, positions: int) -> None:
         self.progress.advance(positions)
+        self.stop.check()  # between two chunks or branches
 
     def holds(self, states: Sequence[RetainedState]) -> None:
         for state in states:

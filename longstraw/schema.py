@@ -75,6 +75,8 @@ KEYS = _keys("""
     selfcheck                      str    outcome of the kernels' self-check on this device
     steps                          int    optimizer steps the job was asked for
     step                           int    optimizer step, from 0
+    resumed_step                   int    steps in the checkpoint that this attempt went on from; null: it began anew
+    repeated                       bool   whether an earlier attempt had recorded this step too
     group_size                     int    responses that share the prompt
     context                        int    positions of one branch: prompt and longest allowed response
     prompt_positions               int    tokens in the prompt

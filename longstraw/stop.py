@@ -17,6 +17,10 @@ SIGNALS = {  # what a site may send before it takes a job's nodes away
 class Preempted(Exception):
     """The job was asked to end and has stopped at a safe place, between two chunks or branches."""
 
+    signal: signal.Signals | None = None
+    told = ""  # what the record says of it
+    progressed = False  # whether a checkpoint stands that this attempt did not begin with
+
 
 class Superseded(Exception):
     """A later attempt of the same job has begun, so this one must not write anything more."""
@@ -49,4 +53,6 @@ class Stop:
     def check(self) -> None:
         """Raise ``Preempted`` if any rank was asked to end. To be called at the same places on every rank."""
         if self._agree(self.asked is not None):
-            raise Preempted(SIGNALS[self.asked] if self.asked else "another rank was asked to end")
+            asked = Preempted(SIGNALS[self.asked] if self.asked else "another rank was asked to end")
+            asked.signal = self.asked
+            raise asked

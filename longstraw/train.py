@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longstraw.budget import predict, step_flops
+from longstraw.checkpoint import agreed
 from longstraw.config import RunConfig, gradient_start, native_length_warning, to_dict
 from longstraw.data import Task, build_task
 from longstraw.failures import describe, status_of
@@ -28,6 +29,7 @@ from longstraw.models.weights import save_model
 from longstraw.observe import Progress, Watch
 from longstraw.provenance import startup_facts
 from longstraw.record import Recorder
+from longstraw.resume import Keeper
 from longstraw.schema import constant_keys
 from longstraw.step import (
     Retained,
@@ -38,6 +40,7 @@ from longstraw.step import (
     prefill,
     score_fresh,
 )
+from longstraw.stop import Preempted, Stop, Superseded
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +181,15 @@ class Trainer:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.optimizer.max_grad_norm, norm)
             if finite and self.optimizer is not None:
                 self.optimizer.step()
-                self.watch.meter.tag("optimizer", [list(state.values()) for state in self.optimizer.state.values()])
+                self.tag_optimizer()
             for parameter in self.parameters:
                 parameter.grad = None
         return float(norm)
+
+    def tag_optimizer(self) -> None:
+        """Tell the meter which tensors are the optimizer's."""
+        if self.optimizer is not None:
+            self.watch.meter.tag("optimizer", [list(state.values()) for state in self.optimizer.state.values()])
 
     def _measured(self, shared: Shared, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
         peaks = self.watch.peaks
@@ -253,10 +261,11 @@ def run_job(
     sweep: str | None = None,
     command: str | None = None,
     overrides: Sequence[str] = (),
-) -> None:
-    """Run the steps of one job and write its records to ``run_dir``.
+) -> Preempted | None:
+    """Run the steps of one job and write its records to ``run_dir``; go on from its newest checkpoint, if it has one.
 
-    A step that fails has its record too, with what had been measured until then; the exception goes on.
+    A step that fails has its record too, with what had been measured until then; the exception goes on. A job that was
+    asked to end writes a checkpoint and a record of that, and returns why it ended.
     """
     folder = Path(run_dir)
     facts = startup_facts(config.hardware.backend)
@@ -274,29 +283,40 @@ def run_job(
             constants=constants,
         ) as recorder,
         MemoryMeter() as meter,
+        Stop(agreed).listening() as stop,
     ):
         if warning := native_length_warning(config.model, config.context):
             log.warning(warning)
         progress = Progress(folder / "progress.json")
-        watch = Watch(meter, progress)
+        watch = Watch(meter, progress, stop)
         step = 0
         try:
             trainer = build_trainer(config, watch)
             model_facts = _model_facts(trainer)
-            for step in range(config.steps):
+            named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+            keeper = Keeper(config, folder, named, trainer.optimizer, recorder=recorder, stop=stop, attempt=attempt)
+            first = keeper.resume()
+            trainer.tag_optimizer()
+            for step in range(first, config.steps):
                 progress.step = step
+                keeper.begin()
                 row = trainer.step(step)
-                recorder.log({**model_facts, **row})
+                recorder.log({**model_facts, **row, **keeper.facts(step)})
                 if row["status"] != "ok":
                     raise NotFiniteError(f"step {step}: {row['error']}")
+                keeper.end(step + 1)
             if config.save:
                 _save(trainer, folder)
-        except NotFiniteError:
+        except Preempted as asked:
+            recorder.log({**model_facts, **keeper.leave(step, asked)})
+            return asked
+        except (NotFiniteError, Superseded):
             raise
         except Exception as error:
             watch.peaks.collect()
             recorder.log(_failure(error, step, watch))
             raise
+    return None
 
 
 def build_trainer(config: RunConfig, watch: Watch) -> Trainer:

@@ -21,7 +21,7 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"simulate"},
     {"schema", "provenance", "place", "progress", "slurm", "stop"},
     {"record", "data", "checkpoint"},
-    {"observe", "train", "table"},
+    {"observe", "resume", "train", "table"},
     {"job", "watch", "submit"},
     {"launch"},
     {"run", "overrides", "audit", "selfcheck", "status", "plan"},
