@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = [  # a module imports from its own layer or a lower one, never from a higher
-    {"longstraw", "units", "config", "model_config", "failures"},
+    {"longstraw", "units", "config", "model_config", "hardware_config", "failures"},
     {"grpo", "ops"},
     {"state"},
     {"layers"},
@@ -32,6 +32,7 @@ DOORWAYS = {  # the modules, or packages with all they hold, in which a dependen
     "hydra": {"longstraw.run", "hydra_plugins"},
     "omegaconf": {
         "longstraw.config",
+        "longstraw.hardware_config",
         "longstraw.model_config",
         "longstraw.overrides",
         "longstraw.run",
@@ -49,7 +50,13 @@ DOORWAYS = {  # the modules, or packages with all they hold, in which a dependen
     "matplotlib": {"analysis"},
     "trl": set(),
 }
-WITHOUT_TORCH = {"longstraw.units", "longstraw.config", "longstraw.model_config", "analysis"}
+WITHOUT_TORCH = {
+    "longstraw.units",
+    "longstraw.config",
+    "longstraw.hardware_config",
+    "longstraw.model_config",
+    "analysis",
+}
 
 
 def imports(source, package):
