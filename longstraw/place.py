@@ -65,9 +65,7 @@ def find(hardware: HardwareConfig) -> Place:
     """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
     name = f"hardware={hardware.name}"
     if (me := started()).by == "torchrun":
-        return Place(
-            "run", "here", f"as {me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})"
-        )
+        return Place("run", "here", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})")
     sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
     if "SLURM_JOB_ID" in os.environ:
         return Place("run", "here", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")

@@ -11,7 +11,8 @@ ONE = {"name": "cuda", "gpus_per_node": 1}
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch):
     """No SLURM, no GPU; tests add what they need."""
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for key in ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "RANK", "WORLD_SIZE", "SUBMITIT_EXECUTOR"):
+        monkeypatch.delenv(key, raising=False)
     monkeypatch.setattr(place.shutil, "which", lambda name: None)
     monkeypatch.setattr(place, "visible_gpus", list)
 
@@ -70,10 +71,27 @@ def test_modes_to_come_say_what_works(mode):
         place.resolve(job(CPU, mode=mode))
 
 
-def test_several_ranks_are_not_started_by_a_version_that_has_one(monkeypatch):
-    with_slurm(monkeypatch)
-    with pytest.raises(ConfigError, match="8 ranks and this version computes on one"):
-        place.resolve(job(NODE))
+def test_several_ranks_run_where_they_can_be_started(monkeypatch):
+    assert place.resolve(job({**CPU, "ranks": 4})).why == "4 ranks on this machine's processor (hardware=cpu)"
+    with pytest.raises(ConfigError, match=r"hardware=cpu has 2 nodes and the job would run on this one alone"):
+        place.resolve(job({**CPU, "nodes": 2}))
+    with pytest.raises(ConfigError, match="key heads"):
+        place.resolve(job({**CPU, "ranks": 7}))
+
+
+def test_torchrun_s_ranks_are_the_hardware_s(monkeypatch):
+    for key, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "a"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(key, str(value))
+    assert place.resolve(job({**CPU, "ranks": 2})).why == "2 ranks that torchrun started (hardware=cpu)"
+    with pytest.raises(ConfigError, match="torchrun started 2 ranks and hardware=cpu has 1"):
+        place.resolve(job(CPU))
+
+
+def test_a_command_is_started_once(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ConfigError, match="srun started this command 4 times; start it once"):
+        place.resolve(job({**CPU, "ranks": 4}))
 
 
 def test_a_gpu_is_not_computed_on_by_a_version_without_kernels(monkeypatch):

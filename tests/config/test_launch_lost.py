@@ -1,0 +1,78 @@
+"""What the launcher does about ranks that are gone: their words become the record, those that stand are ended."""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from longstraw import launch
+from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.failures import RankLostError
+from longstraw.job import leave_word
+from longstraw.parallel.words import word_of, words_folder, write_word
+from longstraw.place import Place
+from longstraw.table import last_row
+from longstraw.watch import Line
+
+
+class Handle:
+    """A job of submitit's that is over, or is not."""
+
+    def __init__(self, over):
+        self.over, self.state, self.cancelled = over, "RUNNING", 0
+        self.paths = SimpleNamespace(stdout=Path("log.out"))
+
+    def done(self):
+        return self.over
+
+    def cancel(self, check=True):
+        self.cancelled += 1
+
+
+@pytest.fixture
+def job(tmp_path):
+    model, hardware = to_dict(load_model_config("qwen3_6_tiny")), {"name": "cpu", "backend": "cpu", "ranks": 2}
+    config = from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "context": 1024})
+    spec = {"run_id": "r", "sweep": None, "num": 0, "command": "c", "overrides": [], "config": to_dict(config)}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    return launch.Job(0, [], tmp_path, config, Place("run", "here", ""))
+
+
+def look(job, handle, ended=None):
+    line = Line(job.run_dir, "", 1, state="running")
+    launch._look(job, line, {0: handle}, {0: time.monotonic()}, set() if ended is None else ended)
+    return line.state
+
+
+def test_a_dead_job_s_record_says_which_rank_was_first(job):
+    write_word(words_folder(job.run_dir, 0), 1, word_of(RankLostError(1, "n7", "failed: no memory", "oom")))
+    write_word(words_folder(job.run_dir, 0), 0, word_of(RankLostError(1, "n7", "follows")))
+    assert look(job, Handle(over=True)) == "failed"
+    row = last_row(job.run_dir)
+    assert (row["status"], row["error"], row["failed_rank"]) == ("oom", "rank 1 on n7 failed: no memory", 1)
+
+
+def test_a_job_without_a_word_was_killed(job):
+    assert look(job, Handle(over=True)) == "failed"
+    row = last_row(job.run_dir)
+    assert row["failed_rank"] is None
+    assert row["error"].startswith("the process was killed from outside")
+
+
+@pytest.mark.parametrize(
+    ("status", "age", "ranks", "cancelled"),
+    [("error", 60, 2, 1), ("error", 0, 2, 0), ("ok", 60, 2, 0), ("error", 60, 1, 0)],
+)
+def test_a_rank_that_stands_when_its_job_has_failed_is_ended_once(job, status, age, ranks, cancelled):
+    job.config.hardware.ranks = ranks
+    leave_word(job.run_dir, "error", "rank 1 on n7 stopped answering")
+    path = job.run_dir / "result.json"
+    path.write_text(json.dumps({"attempt": 0, "status": status}))
+    os.utime(path, (time.time() - age, time.time() - age))
+    handle, ended = Handle(over=False), set()
+    for _ in range(3):
+        assert look(job, handle, ended) == "running"
+    assert handle.cancelled == cancelled

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from longstraw.config import ConfigError, HardwareConfig
+from longstraw.failures import RankLostError, describe, status_of
+from longstraw.parallel import started as module
+from longstraw.parallel.started import Started, check_world_size, started, threads
+from longstraw.parallel.words import first_word, read_word, word_of, words_folder, write_word
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "8"}
+STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "4"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
+LOCAL = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_NTASKS": "4",
+    "SUBMITIT_LOCAL_GLOBALID": "2",
+    "SUBMITIT_LOCAL_LOCALID": "2",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_JOB_ID": "99",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Started(start="0.0")),
+        (STEP, Started("slurm", 5, 8, 1, 2, 2, "7.0")),
+        ({**STEP, "SLURM_RESTART_COUNT": "3", "SUBMITIT_EXECUTOR": "slurm"}, Started("slurm", 5, 8, 1, 2, 2, "7.3")),
+        # A batch script sees its job's tasks and is none of them.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, Started("slurm", 0, 1, 0, 1, 2, "7.0")),
+        (TORCHRUN, Started("torchrun", 3, 4, 1, 2, 1, "0")),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, Started("torchrun", 3, 4, 1, 2, 1, "1")),
+        ({key: TORCHRUN[key] for key in ("RANK", "WORLD_SIZE")}, Started(start="0.0")),
+        (LOCAL, Started("local", 2, 4, 2, 4, 0, "99")),
+        # srun may start torchrun, and a job of this machine may be started inside an allocation.
+        ({**STEP, **TORCHRUN}, Started("torchrun", 3, 4, 1, 2, 1, "0")),
+        ({**STEP, **LOCAL}, Started("local", 2, 4, 2, 4, 0, "99")),
+    ],
+)
+def test_how_this_process_was_started(environment, expected):
+    assert started(environment) == expected
+
+
+def test_as_many_ranks_as_the_hardware_has():
+    four = HardwareConfig(name="cpu", backend="cpu", ranks=4)
+    check_world_size(started(TORCHRUN), four)
+    with pytest.raises(ConfigError, match=r"torchrun started 4 ranks and hardware=cpu has 3: give hardware\.ranks=4"):
+        check_world_size(started(TORCHRUN), HardwareConfig(name="cpu", backend="cpu", ranks=3))
+    with pytest.raises(ConfigError, match=r"has 4 ranks and 1 was started: .*python -m longstraw\.run"):
+        check_world_size(started({}), four)
+
+
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(10), raising=False)
+    assert threads(started(LOCAL), {}) == 2
+    assert threads(started(TORCHRUN), {}) == 5
+    assert threads(Started("local", world_size=64, local_world_size=64), {}) == 1
+    assert threads(started(LOCAL), {"OMP_NUM_THREADS": "3"}) == 3
+    assert threads(started(STEP), {"SLURM_CPUS_PER_TASK": "12"}) == 12
+
+
+def test_a_lost_rank_in_words():
+    lost = RankLostError(2, "n7", "failed: no memory", "oom")
+    assert describe(lost) == "rank 2 on n7 failed: no memory"
+    assert status_of(lost) == "oom"
+
+
+def test_the_first_word_of_the_latest_attempt_counts(tmp_path):
+    assert first_word(tmp_path) is None
+    for attempt, rank, lost in ((0, 1, 3), (10, 2, 1), (10, 1, 0), (9, 0, 3)):
+        word = word_of(RankLostError(lost, "n7", f"failed in attempt {attempt}"))
+        write_word(words_folder(tmp_path, attempt), rank, word)
+    (words_folder(tmp_path, 10) / "5.json").write_text("{")  # torn
+    found = first_word(tmp_path)
+    assert (found.rank, found.reason) == (1, "failed in attempt 10")
+
+
+def test_the_first_word_of_a_rank_stands(tmp_path):
+    for reason in ("first", "second"):
+        write_word(tmp_path, 1, word_of(RankLostError(1, "n7", reason)))
+    assert json.loads(read_word(tmp_path, 1))["reason"] == "first"
+    assert read_word(tmp_path, 2) is None
