@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ def agreed(flag: bool) -> bool:
 class Checkpoints:
     """The checkpoints of one job, in a folder that all its ranks share.
 
-    ``parameters`` are the trained ones by name, restored in place. ``superseded`` says whether a later attempt of the
-    job has begun: then nothing is written any more.
+    ``parameters`` are the trained ones by name, restored in place, and ``updated`` the tensors that the optimizer
+    updates in their stead, such as copies in host memory. ``superseded`` says whether a later attempt of the job has
+    begun: then nothing is written any more.
     """
 
     def __init__(
@@ -65,12 +67,18 @@ class Checkpoints:
         parameters: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer | None,
         *,
+        updated: Mapping[str, Tensor] | None = None,
         keep_last: int = 2,
         attempt: int = 0,
         superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self.folder = Path(folder)
         self.parameters, self.optimizer = dict(parameters), optimizer
+        self.updated = self.parameters if updated is None else dict(updated)
+        named = {id(tensor) for tensor in self.updated.values()}
+        groups = optimizer.param_groups if optimizer is not None else []
+        if set(self.updated) != set(self.parameters) or not {id(p) for g in groups for p in g["params"]} <= named:
+            raise ValueError("the optimizer updates tensors that no name was given for; its state would be lost")
         self.keep_last, self.attempt, self.superseded = keep_last, attempt, superseded
         self.newest: int | None = None  # step of the newest one written or read
 
@@ -116,8 +124,8 @@ class Checkpoints:
         """Return all that is written, by name."""
         tensors = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         if self.optimizer is not None:
-            for name, parameter in self.parameters.items():
-                for key, value in self.optimizer.state.get(parameter, {}).items():
+            for name, updated in self.updated.items():
+                for key, value in self.optimizer.state.get(updated, {}).items():
                     tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
         return tensors | random_states()
 
@@ -153,10 +161,14 @@ class Checkpoints:
         made = {f"optimizer.{name}.{key}": value for (name, key), value in moments.items()}
         with _alone():
             dcp.load(wanted | random | made, checkpoint_id=place, no_dist=not _ranks_are_several())
+        with torch.no_grad():
+            for name, updated in self.updated.items():
+                if updated is not self.parameters[name]:
+                    _local(updated).copy_(_local(self.parameters[name]))
         if self.optimizer is not None:
             self.optimizer.state.clear()
             for (name, key), value in moments.items():
-                self.optimizer.state[self.parameters[name]][key] = value
+                self.optimizer.state[self.updated[name]][key] = value
         set_random_states(random)
 
     def _moments(self, held: Mapping[str, TensorStorageMetadata]) -> dict[tuple[str, str], Tensor]:
@@ -166,9 +178,9 @@ class Checkpoints:
         moments = {}
         for full, item in held.items():
             name, _, key = full.removeprefix("optimizer.").rpartition(".")
-            if not full.startswith("optimizer.") or name not in self.parameters:
+            if not full.startswith("optimizer.") or name not in self.updated:
                 continue
-            like, dtype = self.parameters[name].detach(), item.properties.dtype
+            like, dtype = self.updated[name].detach(), item.properties.dtype
             if tuple(item.size) == tuple(like.shape):
                 moments[name, key] = torch.zeros_like(like, dtype=dtype)
             else:  # such as the count of steps, which the fused kernels want beside the parameter
@@ -247,6 +259,11 @@ def _difference(written: list[int], found: list[int]) -> str:
     if found[0] < 0:
         return "is missing"
     return f"has {found[0]:,} of {written[0]:,} bytes" if found[0] != written[0] else "has other content"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def random_states() -> dict[str, Tensor]:

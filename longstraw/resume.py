@@ -31,15 +31,18 @@ class Keeper:
         parameters: Mapping[str, torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
         *,
+        updated: Mapping[str, torch.Tensor] | None = None,
         recorder: Recorder,
         stop: Stop,
         attempt: int = 0,
     ) -> None:
+        """``updated`` are the tensors that the optimizer updates in the parameters' stead, if there are such."""
         self.config, self.stop, self.recorder = config, stop, recorder
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             parameters,
             optimizer,
+            updated=updated,
             keep_last=config.checkpoint.keep_last,
             attempt=attempt,
             superseded=lambda: recorder.superseded,

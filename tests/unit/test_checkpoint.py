@@ -82,6 +82,27 @@ def test_without_an_optimizer_and_before_its_first_step(tmp_path):
     assert all(torch.equal(before[name], others[name]) for name in before)
 
 
+def test_copies_in_host_memory_are_updated_in_the_parameters_stead(tmp_path):
+    parameters, _ = training()
+    copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    optimizer = torch.optim.AdamW(copies.values(), lr=0.1)
+    take_step(copies, optimizer)
+    for name, p in parameters.items():
+        p.data.copy_(copies[name].data)
+    Checkpoints(tmp_path, parameters, optimizer, updated=copies).save(1)
+    take_step(copies, optimizer)
+    wanted = everything(copies, optimizer)
+    others, _ = training(seed=1)
+    copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in others.items()}
+    optimizer = torch.optim.AdamW(copies.values(), lr=0.1)
+    assert Checkpoints(tmp_path, others, optimizer, updated=copies).load() == 1
+    assert all(torch.equal(others[name], copies[name]) for name in others)
+    take_step(copies, optimizer)
+    assert differ(wanted, everything(copies, optimizer)) == []
+    with pytest.raises(ValueError, match="no name was given for"):
+        Checkpoints(tmp_path, others, optimizer)
+
+
 def test_nothing_to_load(tmp_path):
     assert Checkpoints(tmp_path / "never", *training()).load() is None
 
@@ -167,7 +188,7 @@ def test_another_model_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, more, optimizer).load()
     del more["extra"], more["scale"]
     with pytest.raises(CheckpointMismatchError, match="has besides scale"):
-        Checkpoints(tmp_path, more, optimizer).load()
+        Checkpoints(tmp_path, more, None).load()
 
 
 def test_a_zombie_leaves_everything_as_it_was(tmp_path):
