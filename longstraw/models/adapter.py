@@ -61,7 +61,7 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
 
 
 def fill_adapter(
-    model: Decoder, config: AdapterConfig, *, seed: int = 0, keep: Callable[[Tensor, Tensor], None] = _copy
+    model: Decoder, config: AdapterConfig, *, seed: int = 0, keep: Callable[[Tensor, Tensor], object] = _copy
 ) -> None:
     """Give the adapters of ``model`` their first values: those of ``config.checkpoint``, or A from ``seed`` and B zero.
 

@@ -43,6 +43,25 @@ def build_spread(
     return parallel
 
 
+def gather_model(parallel: Parallel, adapter: AdapterConfig) -> Decoder | None:
+    """Return the model in rank 0's host memory, as one process would have it, for saving; None on other ranks.
+
+    Every rank takes part, one tensor at a time.
+    """
+    state = {}
+    first = parallel.mesh.world.get_local_rank() == 0
+    for name, tensor in parallel.model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            state[name] = whole.detach().to("cpu")
+        del whole
+    if not first:
+        return None
+    model = add_adapter(build_model(parallel.model.config, device="meta"), adapter)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of a model's tensor, to be filled where it is, and where it begins in the whole."""
     if not isinstance(tensor, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,12 @@ class Mesh:
         most = torch.tensor(count, device=self.world.device_type)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
         return int(most)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, in their order."""
+        values: list[Any] = [None] * self.sizes.world
+        dist.all_gather_object(values, value)
+        return values
 
 
 def build_mesh(sizes: Sizes, device_type: str) -> Mesh:

@@ -50,13 +50,14 @@ def total_norm(gradients: Iterable[tuple[Tensor, float]], device: torch.device) 
 
     Each is this rank's part of a gradient with what it counts: 1 over the ranks that hold the same part.
     """
-    total = torch.zeros((), device=device)
-    for gradient, share in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-        total = total + norm.square() * share
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).mul_(share**0.5)
+        for gradient, share in gradients
+    ]
+    total = torch.stack(norms).square_().sum() if norms else torch.zeros((), device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return total.sqrt()
+    return total.sqrt_()
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:

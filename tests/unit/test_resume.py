@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from longstraw import resume, train
+from longstraw import resume, train, trainer
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.observe import Watch
 from longstraw.record import records_path
@@ -118,7 +118,7 @@ def test_a_job_that_is_asked_to_end_goes_on_where_it_stood(tmp_path, monkeypatch
 
 def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, monkeypatch, undisturbed):
     changes = {"refresh_every": 2, "checkpoint": {"every": 1}}
-    begun, step = [], train.Trainer.step
+    begun, step = [], trainer.Trainer.step
 
     def counted(self, number):
         begun.append(number)
@@ -126,7 +126,7 @@ def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, m
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, number)
 
-    monkeypatch.setattr(train.Trainer, "step", counted)
+    monkeypatch.setattr(trainer.Trainer, "step", counted)
     stopped = run(tmp_path, 0, **changes)
     monkeypatch.undo()
     assert begun == [0, 1, 2, 3]

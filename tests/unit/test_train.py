@@ -123,7 +123,7 @@ def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr("longstraw.train.finish_step", fail)
+    monkeypatch.setattr("longstraw.trainer.finish_step", fail)
     with pytest.raises(torch.OutOfMemoryError):
         run_job(job(), tmp_path, run_id="x")
     (row,) = rows(tmp_path)
