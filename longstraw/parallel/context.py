@@ -156,13 +156,14 @@ class _SpreadAttention(torch.autograd.Function):
         group: Group,
         parts: AttentionParts,
     ) -> Tensor:
-        inner = torch.promote_types(q.dtype, torch.float32)
+        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
-            queries = by_heads(group.all_gather(q, chunk.count).to(inner), k.shape[1])
-            out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:-1], -torch.inf)
+            queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
+            out = torch.zeros_like(queries, dtype=inner)
+            lse = out.new_full(queries.shape[:-1], -torch.inf)
             for rows, causal in _blocks(chunk):
                 block = queries[:, :, rows].contiguous()
-                part = parts.part_forward(block, k.to(inner), v.to(inner), causal=causal, scale=scale)
+                part = parts.part_forward(block, k.to(operand), v.to(operand), causal=causal, scale=scale)
                 out[:, :, rows], lse[:, :, rows] = part
                 del block, part  # before the past's parts are made
             merge_past(out, lse, queries, past, scale=scale, parts=parts)
@@ -178,18 +179,18 @@ class _SpreadAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         chunk, group, parts, scale = ctx.chunk, ctx.group, ctx.parts, ctx.scale
-        inner = torch.promote_types(q.dtype, torch.float32)
+        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
             grad, queries, out = (
-                by_heads(group.all_gather(x, chunk.count).to(inner), k.shape[1]) for x in (grad, q, out)
+                by_heads(group.all_gather(x, chunk.count).to(operand), k.shape[1]) for x in (grad, q, out)
             )
-            grad_q = torch.zeros_like(queries)
+            grad_q = torch.zeros_like(queries, dtype=inner)
             grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
             for rows, causal in _blocks(chunk):
                 block = (x[:, :, rows].contiguous() for x in (grad, queries))
                 of_block = (x[:, :, rows].contiguous() for x in (out, lse))
                 block_q, block_k, block_v = parts.part_backward(
-                    *block, k.to(inner), v.to(inner), *of_block, causal=causal, scale=scale
+                    *block, k.to(operand), v.to(operand), *of_block, causal=causal, scale=scale
                 )
                 grad_q[:, :, rows] = block_q
                 grad_k += block_k

@@ -7,7 +7,7 @@ from helpers import F64, plain_attend, relative
 from longstraw.ops import attention
 from longstraw.ops.attention import PARTS, attend, reference
 
-BACKENDS = tuple(PARTS)
+BACKENDS = ("reference", "cpu")  # cuda: tests/kernels
 BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

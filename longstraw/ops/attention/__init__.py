@@ -9,19 +9,22 @@ T new positions, P retained ones, H query heads, N key/value heads, R = H / N, D
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.attention import cpu, reference
+from longstraw.ops.deferred import DeferredModule
 
 ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
 
 
 class AttentionParts(Protocol):
     """What a backend provides: one part of a split attention, forward and backward (see ``reference``)."""
+
+    def operand_type(self, dtype: torch.dtype) -> torch.dtype: ...
 
     def part_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
 
@@ -44,7 +47,11 @@ class AttentionParts(Protocol):
     ) -> Tensor: ...
 
 
-PARTS: dict[str, AttentionParts] = {"reference": reference, "cpu": cpu}
+PARTS: dict[str, AttentionParts] = {
+    "reference": reference,
+    "cpu": cpu,
+    "cuda": cast(AttentionParts, DeferredModule("longstraw.ops.attention.kernels")),
+}
 
 
 def attend(
@@ -80,9 +87,9 @@ class _SplitAttention(torch.autograd.Function):
         scale: float,
         parts: AttentionParts,
     ) -> Tensor:
-        inner = torch.promote_types(q.dtype, torch.float32)
-        queries = by_heads(q.to(inner), k.shape[1])
-        out, lse = parts.part_forward(queries, k.to(inner), v.to(inner), causal=True, scale=scale)
+        operand = parts.operand_type(q.dtype)
+        queries = by_heads(q.to(operand), k.shape[1])
+        out, lse = parts.part_forward(queries, k.to(operand), v.to(operand), causal=True, scale=scale)
         merge_past(out, lse, queries, past, scale=scale, parts=parts)
         out = by_tokens(out).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -93,10 +100,10 @@ class _SplitAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        inner = torch.promote_types(q.dtype, torch.float32)
-        grad, queries, out = (by_heads(x.to(inner), k.shape[1]) for x in (grad, q, out))
+        operand = ctx.parts.operand_type(q.dtype)
+        grad, queries, out = (by_heads(x.to(operand), k.shape[1]) for x in (grad, q, out))
         grad_q, grad_k, grad_v = ctx.parts.part_backward(
-            grad, queries, k.to(inner), v.to(inner), out, lse, causal=True, scale=ctx.scale
+            grad, queries, k.to(operand), v.to(operand), out, lse, causal=True, scale=ctx.scale
         )
         past_backward(grad_q, grad, queries, ctx.past, out, lse, ctx.grads, scale=ctx.scale, parts=ctx.parts)
         return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None

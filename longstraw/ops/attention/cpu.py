@@ -42,6 +42,7 @@ def part_backward(
     return grad_q.reshape(q.shape), grad_k[0].transpose(0, 1), grad_v[0].transpose(0, 1)
 
 
+operand_type = reference.operand_type
 rows_backward = partial(reference.rows_backward, part_backward=part_backward)
 
 

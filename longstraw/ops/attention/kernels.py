@@ -22,8 +22,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
-def inner_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that queries and rows are handed over in: their own where tensor cores take it."""
+def operand_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which tensors of ``dtype`` are handed over: their own where tensor cores take it."""
     return dtype if dtype in FLASH_TYPES else torch.promote_types(dtype, torch.float32)
 
 

@@ -14,6 +14,11 @@ from torch import Tensor
 _TILE = 512  # queries x rows of one tile of scores
 
 
+def operand_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which queries, rows and gradients of ``dtype`` are handed over: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend ``q`` [N, R, T, D] to the rows ``k``, ``v`` [S, N, D]; ``causal`` hides row j from query i < j.
 

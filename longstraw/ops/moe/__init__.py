@@ -36,7 +36,7 @@ class MoeOps(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 
-MOE: dict[str, MoeOps] = {"reference": reference, "cpu": reference}
+MOE: dict[str, MoeOps] = {"reference": reference, "cpu": reference, "cuda": reference}
 
 
 def route(logits: Tensor, bias: Tensor, count: int, *, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
