@@ -56,6 +56,7 @@ __all__ = [
     "OptimizerConfig",
     "Qwen36Config",
     "RunConfig",
+    "StateConfig",
     "TrackingConfig",
     "at_least",
     "available",
@@ -74,6 +75,7 @@ __all__ = [
 ]
 
 PROMPT_GRADS = ("detached", "exact")
+ROW_DTYPES = ("float32", "bfloat16")
 MODES = ("auto", "run", "simulate", "emulate")
 
 
@@ -183,6 +185,20 @@ class OptimizerConfig:
 
 
 @dataclass
+class StateConfig:
+    """How the rows that are retained of a prompt are kept: keys and values, latents. Summaries stay as they are."""
+
+    dtype: str | None = None  # float32 | bfloat16; None: the model's
+    gradient_dtype: str | None = None  # of what they are owed: float32 | bfloat16; None: at least float32
+    device: str | None = None  # cpu: in host memory, brought to the device when they are read; None: the model's
+
+    def __post_init__(self) -> None:
+        for key, names in (("dtype", ROW_DTYPES), ("gradient_dtype", ROW_DTYPES), ("device", ("cpu",))):
+            if getattr(self, key) is not None:
+                choose(f"state.{key}", getattr(self, key), names)
+
+
+@dataclass
 class CheckpointConfig:
     """When a job writes down where it is: also whenever it is asked to end, and only at a refresh of the prompt."""
 
@@ -219,6 +235,7 @@ class RunConfig:
     data: DataConfig = MISSING
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    state: StateConfig = field(default_factory=StateConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -295,6 +312,7 @@ GROUPS: dict[str, type[Any]] = {
     "data": DataConfig,
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
+    "state": StateConfig,
     "launch": LaunchConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,

@@ -15,6 +15,8 @@ What is seen, and what is not:
   make an argument's storage known. `UntypedStorage.resize_` does, for its bytes are new; so does `set_` to a storage.
 * Results, not scratch memory inside an operation. In `torch.inference_mode` composite operations arrive whole, and
   what they allocate and free on the way is such scratch. Sparse tensors have no storage and count 0.
+* Host memory that stands beside a device's, as page-locked memory does, is counted apart and is no part of the peaks:
+  what `ops.staging.host_empty` makes, and what `tag` is told lies there.
 * Fake tensors count the bytes they stand for, if the meter is entered inside their `FakeTensorMode`. Those of a mode
   entered later are left out: DTensor's shape propagation makes such, and they are no memory. Meta tensors count.
 """
@@ -31,6 +33,8 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longstraw.ops.staging import host_empty
+
 KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
 UNTAGGED = "activations"
 NO_VERB = "other"
@@ -38,17 +42,19 @@ CUDA_BLOCK = 512
 
 _aten = torch.ops.aten
 # These return an argument's storage, or one nobody has seen, although it was made outside the dispatcher a moment ago.
+_HOST = torch.ops.longstraw.host_empty.default
 _ADOPTING = (_aten.lift_fresh.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 
 
 class _Storage(weakref.ref[torch.UntypedStorage]):
-    """One live storage: a weak reference that carries the storage's key, bytes and kind to its own end."""
+    """One live storage: a weak reference that carries the storage's key, bytes, kind and place to its own end."""
 
-    __slots__ = ("key", "kind", "size")
+    __slots__ = ("host", "key", "kind", "size")
 
     key: int
     size: int
     kind: str
+    host: bool
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -66,6 +72,8 @@ class MemoryMeter(TorchDispatchMode):
         self.current = 0
         self._live: dict[int, _Storage] = {}
         self._by_kind = dict.fromkeys(KINDS, 0)
+        self.host = 0
+        self._host_by_kind = dict.fromkeys(KINDS, 0)
         self._verb = NO_VERB
         self._handles: list[Any] = []
         self._entered = False
@@ -85,6 +93,10 @@ class MemoryMeter(TorchDispatchMode):
         """Give the bytes that are live now, for each of `KINDS`; their sum is `current`."""
         return dict(self._by_kind)
 
+    def host_bytes_by_kind(self) -> dict[str, int]:
+        """Give the bytes in host memory now, for each of `KINDS`; their sum is `host`."""
+        return dict(self._host_by_kind)
+
     @property
     def peak_bytes_by_kind(self) -> dict[str, int]:
         """Give the parts of `peak` at the moment of the peak; their sum is `peak`."""
@@ -93,6 +105,7 @@ class MemoryMeter(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Start the peaks anew from what is live now (once a step, as `torch.cuda.reset_peak_memory_stats`)."""
         self.peak = self._verb_peak = self.current
+        self.host_peak = self.host
         self.peak_verb = self._verb
         self._peak_by_verb: dict[str, int] = {}
         # The parts are copied only when the peak is left: while memory grows, every allocation is a new peak.
@@ -111,11 +124,12 @@ class MemoryMeter(TorchDispatchMode):
         finally:
             self._start_verb(outer)
 
-    def tag(self, kind: str, tensors: Any) -> int:
+    def tag(self, kind: str, tensors: Any, host: bool = False) -> int:
         """Move the storages of these tensors to `kind` and give their bytes, each storage once.
 
         tensors: a tensor, or tensors nested in mappings and iterables (None and plain numbers are passed over).
-        A storage unknown so far is known from here on; one that had a kind gets the new one.
+        A storage unknown so far is known from here on; one that had a kind gets the new one. `host`: they lie in host
+        memory, and from here on are no part of what the peaks are made of.
         """
         if kind not in self._by_kind:
             raise ValueError(f"unknown kind {kind!r}; the kinds are {', '.join(KINDS)}")
@@ -124,7 +138,7 @@ class MemoryMeter(TorchDispatchMode):
             for plain in _plain_tensors(tensor):
                 storage = _storage_of(plain)
                 if storage is not None:
-                    entry = self._entry(storage, kind)
+                    entry = self._entry(storage, kind, host)
                     told[entry.key] = entry.size
         return sum(told.values())
 
@@ -185,13 +199,15 @@ class MemoryMeter(TorchDispatchMode):
                 entry = self._live.get(storage._cdata)
                 if entry is not None and entry() is storage:
                     self._measure(entry, storage)
+                elif func is _HOST:
+                    self._entry(storage, host=True)
                 elif func in _ADOPTING or not _is_among(storage, (*args, *kwargs.values()) if kwargs else args):
                     self._entry(storage)
             elif isinstance(result, (tuple, list)):
                 self._see(result, func, args, kwargs)
 
-    def _entry(self, storage: torch.UntypedStorage, kind: str | None = None) -> _Storage:
-        """Find or register a storage, moved to `kind` if one is given."""
+    def _entry(self, storage: torch.UntypedStorage, kind: str | None = None, host: bool = False) -> _Storage:
+        """Find or register a storage, moved to `kind` if one is given, and to host memory if so."""
         key = storage._cdata
         entry = self._live.get(key)
         # Addresses are used again. The weak reference tells of the end first; identity is compared all the same.
@@ -199,11 +215,15 @@ class MemoryMeter(TorchDispatchMode):
             if entry is not None:
                 self._gone(entry)
             entry = _Storage(storage, self._gone)
-            entry.key, entry.size, entry.kind = key, 0, UNTAGGED
+            entry.key, entry.size, entry.kind, entry.host = key, 0, UNTAGGED, host
             self._live[key] = entry
+        if host and not entry.host:
+            self._count(entry, -entry.size)
+            entry.host = True
         if kind is not None and kind != entry.kind:
-            self._by_kind[entry.kind] -= entry.size
-            self._by_kind[kind] += entry.size
+            by_kind = self._host_by_kind if entry.host else self._by_kind
+            by_kind[entry.kind] -= entry.size
+            by_kind[kind] += entry.size
             entry.kind = kind
         self._measure(entry, storage)
         return entry
@@ -222,6 +242,13 @@ class MemoryMeter(TorchDispatchMode):
     def _count(self, entry: _Storage, grown: int) -> None:
         # Storages end in other threads and in garbage collections too. Nothing here makes an object that could start a
         # collection, and no thread takes over between lines that do not call.
+        if entry.host:
+            entry.size += grown
+            self._host_by_kind[entry.kind] += grown
+            self.host += grown
+            if self.host > self.host_peak:
+                self.host_peak = self.host
+            return
         if grown < 0 and self._at_peak:
             self._kinds_at_peak.update(self._by_kind)
             self._at_peak = False

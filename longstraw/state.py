@@ -8,7 +8,8 @@ their gradient goes. The state of a prompt is immutable while branches run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -16,15 +17,32 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
+from longstraw.ops.staging import HostRows, Rows, Staging, host_empty
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RowStorage:
+    """How appended rows are kept: in which dtype, their gradient in which, and through what if in host memory.
+
+    None: rows in the model's dtype, their gradient in at least float32, both on the model's device.
+    """
+
+    dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    staging: Staging | None = None  # of all layers of one prompt
+
+
+DEFAULT_STORAGE = RowStorage()
 
 
 class Past:
     """What earlier positions left for one layer to read, and how the positions that read it lie.
 
     Deliberately no container that PyTorch's pytrees know: module hooks must neither cast these tensors nor hold them.
-    ``grad(name)`` is the buffer for the gradient of the last rows of ``past[name]``, or None where it is a constant.
+    ``rows(name)`` are retained rows wherever they lie, for operations that bring them to the device; ``grad(name)`` is
+    the buffer for the gradient of the last of them, or None where they are constants.
     ``positions`` earlier ones there are; ``spans`` are those whose rows are here, where rows there are. ``chunk`` is
     set by the model that evaluates new positions; None: all of them are here.
     """
@@ -34,8 +52,8 @@ class Past:
     def __init__(
         self,
         positions: int,
-        tensors: Tensors,
-        grads: Tensors | None = None,
+        tensors: Mapping[str, Rows],
+        grads: Mapping[str, Rows] | None = None,
         spans: tuple[tuple[int, int], ...] | None = None,
     ):
         self.positions = positions
@@ -49,9 +67,15 @@ class Past:
         return self.positions + (self.chunk.start if self.chunk is not None else 0)
 
     def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if isinstance(tensor, HostRows):
+            raise TypeError(f"{name} lies in host memory: take rows({name!r}), which operations bring to the device")
+        return tensor
+
+    def rows(self, name: str) -> Rows:
         return self._tensors[name]
 
-    def grad(self, name: str) -> Tensor | None:
+    def grad(self, name: str) -> Rows | None:
         return self._grads.get(name)
 
 
@@ -98,11 +122,21 @@ class Appended:
         dtype: torch.dtype,
         device: torch.device,
         frozen: tuple[str, ...] = (),
+        storage: RowStorage = DEFAULT_STORAGE,
     ):
-        """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none)."""
+        """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none).
+
+        ``dtype`` and ``device`` are the model's; ``storage`` says where that is not how rows are kept.
+        """
         self.positions = 0
         self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
-        self._rows = {n: torch.empty(capacity, *shape, dtype=dtype, device=device) for n, shape in rows.items()}
+        self._device, self._staging = device, storage.staging
+        kept = storage.dtype or dtype
+        self._gradient_dtype = storage.gradient_dtype or torch.promote_types(
+            torch.promote_types(dtype, kept), torch.float32
+        )
+        self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
+        self._layer = -1 if self._staging is None else self._staging.add(self._rows)
         self._grad_from = grad_from
         self._learnt = [name for name in rows if name not in frozen]
         self._grads: Tensors = {}
@@ -112,7 +146,8 @@ class Appended:
         size = 0
         for name, rows in update.items():
             size = len(rows)
-            self._rows[name][held : held + size] = rows.detach()
+            target = self._rows[name][held : held + size]
+            target.copy_(rows.detach().to(target.dtype), non_blocking=True)
         if self._spans and self._spans[-1][1] == start:
             start = self._spans.pop()[0]
         self._spans.append((start, self.positions + first + size))
@@ -121,18 +156,24 @@ class Appended:
     def leaves(self, end: int, grad: bool) -> Past:
         held = self._held(end)
         spans = tuple((start, min(stop, end)) for start, stop in self._spans if start < end)
-        rows = {name: rows[:held] for name, rows in self._rows.items()}
+        if self._staging is not None:
+            self._staging.restart()
+        rows = {name: self._read(name, rows[:held]) for name, rows in self._rows.items()}
         if not grad or self._grad_from is None or end <= self._grad_from:
             return Past(end, rows, spans=spans)
         size = held - self._held(self._grad_from)
-        return Past(end, rows, {name: buffer[:size] for name, buffer in self._buffers().items()}, spans)
+        grads = {name: self._read(name, buffer[:size]) for name, buffer in self._buffers().items()}
+        return Past(end, rows, grads, spans)
 
     def cotangent(self, start: int, end: int) -> Tensors:
         if self._grad_from is None or start < self._grad_from:
             raise IndexError(f"no gradient is kept for position {start}, only from {self._grad_from}")
         before = self._held(self._grad_from)
         piece = slice(self._held(start) - before, self._held(end) - before)
-        return {name: buffer[piece] for name, buffer in self._grads.items()}
+        owed = {name: buffer[piece] for name, buffer in self._grads.items()}
+        if self._staging is None:
+            return owed
+        return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in owed.items()}
 
     def freeze(self) -> None:
         self._learnt = []
@@ -154,9 +195,16 @@ class Appended:
             for name in self._learnt:
                 rows = self._rows[name]
                 shape = (len(rows) - self._held(self._grad_from or 0), *rows.shape[1:])
-                dtype = torch.promote_types(rows.dtype, torch.float32)
-                self._grads[name] = torch.zeros(shape, dtype=dtype, device=rows.device)
+                self._grads[name] = self._empty(shape, self._gradient_dtype).zero_()
         return self._grads
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._staging is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return host_empty(shape, dtype)
+
+    def _read(self, name: str, rows: Tensor) -> Rows:
+        return rows if self._staging is None else HostRows(rows, self._staging, self._layer, name)
 
     def _held(self, end: int) -> int:
         """Return how many of the positions before ``end`` have their rows here."""
@@ -222,9 +270,10 @@ class Carried:
 
 
 def _difference(kept: Tensor, again: Tensor) -> float:
-    again = again.detach()
+    again = again.detach().to(kept.dtype)
     if not again.numel():
         return 0.0
-    if torch.equal(kept, again.to(kept.dtype)):
+    kept = kept.to(again.device)
+    if torch.equal(kept, again):
         return 0.0
     return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0

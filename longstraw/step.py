@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw.config import INNER_CHUNK, AlgorithmConfig, gradient_start
+from longstraw.config import INNER_CHUNK, AlgorithmConfig, StateConfig, gradient_start
 from longstraw.grpo import Group, Statistics, branch_losses
 from longstraw.models.decoder import Decoder
 from longstraw.state import RetainedState
@@ -91,25 +91,31 @@ class StepResult:
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompt: Tensor, *, chunk: int, grad_from: int | None = None, observer: Observer = _UNOBSERVED
+    model: Decoder,
+    prompt: Tensor,
+    *,
+    chunk: int,
+    grad_from: int | None = None,
+    state: StateConfig | None = None,
+    observer: Observer = _UNOBSERVED,
 ) -> Retained:
     """Evaluate ``prompt`` [P] without autograd, ``chunk`` positions at a time, and retain its state.
 
     ``chunk`` is a multiple of 64. ``grad_from`` as ``gradient_start`` gives it: from there on what the prompt backward
-    needs is kept too.
+    needs is kept too. ``state`` says how rows are kept (None: in the model's dtype, on its device).
     """
     if chunk < INNER_CHUNK or chunk % INNER_CHUNK:
         raise ValueError(f"chunk={chunk} must be a multiple of {INNER_CHUNK}")
     positions = len(prompt) - 1
-    states = model.new_states(positions, grad_from, chunk)
+    states = model.new_states(positions, grad_from, chunk, state)
     retained = Retained(states, prompt, chunk, grad_from)
     with observer.verb("prefill", positions):
         observer.holds(states)
         pieces = prompt[:positions].split(chunk) if positions else ()
         for tokens in _rounds(model, pieces, prompt[:0]):
             _, updates = model(tokens, [s.leaves(s.positions, grad=False) for s in states], state_only=True)
-            for state, update in zip(states, updates, strict=True):
-                state.absorb(update, len(tokens), model.split(len(tokens)).start)
+            for layer, update in zip(states, updates, strict=True):
+                layer.absorb(update, len(tokens), model.split(len(tokens)).start)
             del updates, update  # the loop's name too: it would keep the last layer's rows over the next chunk
             observer.holds(states)
             observer.advance(len(tokens))
@@ -221,6 +227,7 @@ def grpo_step(
     algorithm: AlgorithmConfig | None = None,
     response_length: int | None = None,
     reference: Decoder | None = None,
+    state: StateConfig | None = None,
     observer: Observer = _UNOBSERVED,
 ) -> StepResult:
     """Add the gradient of one group's loss to ``model``'s parameters.
@@ -228,7 +235,8 @@ def grpo_step(
     ``chunk`` is the number of prompt positions evaluated at a time (the model's default if None), ``prompt_grad``
     ``exact`` or ``detached``, ``prompt_grad_window`` stops the exact gradient after the last so many prompt positions.
     ``response_length`` is read by Dr. GRPO's constant (None: the longest response). ``reference`` is the model of the
-    KL term, needed where ``algorithm.kl_coef`` is not 0. Raises ``ValueError`` for token ids beyond the vocabulary.
+    KL term, needed where ``algorithm.kl_coef`` is not 0. ``state`` says how retained rows are kept (None: in the
+    model's dtype, on its device). Raises ``ValueError`` for token ids beyond the vocabulary.
     """
     algorithm = algorithm or AlgorithmConfig()
     chunk = model.config.chunk if chunk is None else chunk
@@ -240,10 +248,10 @@ def grpo_step(
     scored = 0
     reference_logprobs = None
     if reference is not None and algorithm.kl_coef:  # its retained prompt is gone before the policy's is made
-        reference_logprobs = score_fresh(reference, group, chunk=chunk, observer=observer)
+        reference_logprobs = score_fresh(reference, group, chunk=chunk, state=state, observer=observer)
         scored += group.prompt_positions - 1 + sum(group.response_positions)
     grad_from = gradient_start(group.prompt_positions - 1, chunk, prompt_grad, prompt_grad_window)
-    retained = prefill(model, group.prompt, chunk=chunk, grad_from=grad_from, observer=observer)
+    retained = prefill(model, group.prompt, chunk=chunk, grad_from=grad_from, state=state, observer=observer)
     old_logprobs = old_policy_logprobs(model, retained, group, algorithm, observer=observer)
     scored += sum(group.response_positions) if algorithm.old_logprobs == "score" else 0
     return finish_step(
@@ -303,9 +311,16 @@ def finish_step(
     )
 
 
-def score_fresh(model: Decoder, group: Group, *, chunk: int, observer: Observer = _UNOBSERVED) -> list[Tensor]:
+def score_fresh(
+    model: Decoder,
+    group: Group,
+    *,
+    chunk: int,
+    state: StateConfig | None = None,
+    observer: Observer = _UNOBSERVED,
+) -> list[Tensor]:
     """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
-    retained = prefill(model, group.prompt, chunk=chunk, observer=observer)
+    retained = prefill(model, group.prompt, chunk=chunk, state=state, observer=observer)
     return score(model, retained, group.responses, observer=observer)
 
 

@@ -12,7 +12,7 @@ from longstraw.config import Qwen36Config
 from longstraw.layers.norm import ZeroCentredRMSNorm
 from longstraw.layers.rotary import rotary_angles, rotate
 from longstraw.ops import Ops
-from longstraw.state import Appended, Past, Tensors
+from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
 
 class GatedAttention(nn.Module):
@@ -33,10 +33,12 @@ class GatedAttention(nn.Module):
         self.q_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = ZeroCentredRMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> Appended:
-        shape = (self.kv_heads, self.head_dim)
+    def new_state(
+        self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
+    ) -> Appended:
+        rows: dict[str, tuple[int, ...]] = dict.fromkeys(("key", "value"), (self.kv_heads, self.head_dim))
         device = self.k_proj.weight.device
-        return Appended(positions, {"key": shape, "value": shape}, grad_from=grad_from, dtype=dtype, device=device)
+        return Appended(positions, rows, grad_from=grad_from, dtype=dtype, device=device, storage=storage)
 
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
         """Return the output [T, d] of ``x`` [T, d] and the rows these positions add."""
@@ -48,7 +50,7 @@ class GatedAttention(nn.Module):
             query,
             update["key"],
             update["value"],
-            (past["key"], past["value"]),
+            (past.rows("key"), past.rows("value")),
             (past.grad("key"), past.grad("value")),
             scale=self.head_dim**-0.5,
             chunk=past.chunk,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from longstraw.config import Qwen36Config
 from longstraw.layers.norm import GatedRMSNorm
 from longstraw.ops import Ops
-from longstraw.state import Carried, Past, Tensors
+from longstraw.state import DEFAULT_STORAGE, Carried, Past, RowStorage, Tensors
 
 
 class DepthwiseWeight(nn.Module):
@@ -50,8 +50,10 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(values, config.hidden_size, bias=False)
 
-    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> Carried:
-        """``positions`` does not matter: the state has one size."""
+    def new_state(
+        self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
+    ) -> Carried:
+        """``positions`` and ``storage`` do not matter: the state has one size, and no rows."""
         weight, ranks = self.in_proj_qkv.weight, self.ops.context.ranks
         inner = torch.promote_types(weight.dtype, torch.float32)
         shape = (self.value_heads // ranks, self.key_dim, self.value_dim)

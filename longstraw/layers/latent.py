@@ -18,7 +18,7 @@ from longstraw.layers.rotary import rotary_angles, rotate_pairs
 from longstraw.layers.weight import effective_weight
 from longstraw.model_config import Glm52Config
 from longstraw.ops import Ops
-from longstraw.state import Appended, Past, Tensors
+from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
 
 class Indexer(nn.Module):
@@ -46,7 +46,7 @@ class Indexer(nn.Module):
         return self.ops.context.select_rows(
             query,
             weights,
-            past["index_key"],
+            past.rows("index_key"),
             key,
             self.count,
             scale=self.head_dim**-0.5,
@@ -79,12 +79,17 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * config.v_head_dim, config.hidden_size, bias=False)
         self.indexer = Indexer(config, ops) if indexes else None
 
-    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> Appended:
+    def new_state(
+        self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
+    ) -> Appended:
         rows: dict[str, tuple[int, ...]] = {"latent": (self.config.kv_lora_rank,), "rope_key": (self.widths[1],)}
         if self.indexer is not None:
             rows["index_key"] = (self.config.index_head_dim,)
         device = self.q_a_layernorm.weight.device
-        return Appended(positions, rows, grad_from=grad_from, dtype=dtype, device=device, frozen=("index_key",))
+        frozen = ("index_key",)
+        return Appended(
+            positions, rows, grad_from=grad_from, dtype=dtype, device=device, frozen=frozen, storage=storage
+        )
 
     def forward(self, x: Tensor, past: Past, rows: Tensor | None) -> tuple[Tensor, Tensors, Tensor]:
         """Return the output [T, d] of ``x`` [T, d], the rows these positions add, and the rows attended to [T, K].
@@ -107,7 +112,7 @@ class LatentAttention(nn.Module):
             update["latent"],
             update["rope_key"],
             rows,
-            (past["latent"], past["rope_key"]),
+            (past.rows("latent"), past.rows("rope_key")),
             (past.grad("latent"), past.grad("rope_key")),
             scale=self.scale,
             chunk=past.chunk,

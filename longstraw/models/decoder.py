@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longstraw.config import ModelConfig
+from longstraw.config import ModelConfig, StateConfig
 from longstraw.layers.weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
-from longstraw.state import Past, RetainedState, Tensors
+from longstraw.ops.staging import Staging
+from longstraw.state import DEFAULT_STORAGE, Past, RetainedState, RowStorage, Tensors
 
 
 class Mixer(Protocol):
@@ -27,7 +28,9 @@ class Mixer(Protocol):
 
     def update(self, x: Tensor, past: Past) -> Tensors: ...
 
-    def new_state(self, positions: int, *, grad_from: int | None, dtype: torch.dtype) -> RetainedState: ...
+    def new_state(
+        self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
+    ) -> RetainedState: ...
 
 
 class Block(nn.Module):
@@ -73,6 +76,13 @@ def _alone(count: int) -> int:
     return count
 
 
+def _row_storage(state: StateConfig, device: torch.device) -> RowStorage:
+    dtype, gradient_dtype = (
+        None if name is None else getattr(torch, name) for name in (state.dtype, state.gradient_dtype)
+    )
+    return RowStorage(dtype, gradient_dtype, Staging(device) if state.device == "cpu" else None)
+
+
 class Decoder(nn.Module):
     """A causal language model that reads its past from outside and stores nothing.
 
@@ -88,9 +98,16 @@ class Decoder(nn.Module):
         self.model = Trunk(config, blocks, norm)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def new_states(self, positions: int, grad_from: int | None = None, chunk: int | None = None) -> list[RetainedState]:
+    def new_states(
+        self,
+        positions: int,
+        grad_from: int | None = None,
+        chunk: int | None = None,
+        state: StateConfig | None = None,
+    ) -> list[RetainedState]:
         """Return an empty state a layer for ``positions`` prompt positions, evaluated ``chunk`` at a time (None: all).
 
+        ``state`` says how rows are kept (None: in the model's dtype, on its device).
         A gradient can be had for positions from ``grad_from`` on; None: for none. Layers below the first one with a
         trained parameter keep none: it would reach nothing.
         """
@@ -98,14 +115,15 @@ class Decoder(nn.Module):
         chunk = chunk or max(positions, 1)
         pieces = [self.split(min(chunk, positions - start)) for start in range(0, positions, chunk)]
         rows = sum(piece.stop - piece.start for piece in pieces)
+        storage = _row_storage(state or StateConfig(), self.lm_head.weight.device)
         states = []
         trained = any(p.requires_grad for p in self.model.embed_tokens.parameters())
         for block in self._blocks():
-            state = block.mixer.new_state(rows, grad_from=grad_from, dtype=dtype)
+            layer = block.mixer.new_state(rows, grad_from=grad_from, dtype=dtype, storage=storage)
             trained = trained or any(p.requires_grad for p in block.parameters())
             if not trained:
-                state.freeze()
-            states.append(state)
+                layer.freeze()
+            states.append(layer)
         return states
 
     def forward(

@@ -1,0 +1,228 @@
+"""Retained rows wherever they lie: on the device, or in host memory, from where they are brought when they are read.
+
+What is computed with is on the device, and what is added into has at least float32: rows in host memory are copied, a
+tile or a layer at a time, and what was added to their gradient is copied back. On CUDA the copies run on a stream of
+their own: the next tile, or the next layer, comes while this one is computed with. Elsewhere they are made at once, and
+made they are, so that a count of memory on a processor sees what a GPU would hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("longstraw::host_empty", mutates_args=(), device_types=None)
+def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return uninitialised host memory, page-locked where there is a GPU to copy to.
+
+    An operation of its own, so that a count of the device's memory can leave it out: a processor's tensors do not say
+    for which of the two they stand. PyTorch rounds page-locked memory up to a power of two.
+    """
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+@host_empty.register_fake
+def _(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+class HostRows:
+    """Rows [S, ...] in host memory: ``name`` of a layer's state. Sliced like a tensor."""
+
+    __slots__ = ("home", "layer", "name", "staging")
+
+    def __init__(self, home: Tensor, staging: Staging, layer: int, name: str):
+        self.home, self.staging, self.layer, self.name = home, staging, layer, name
+
+    def __len__(self) -> int:
+        return len(self.home)
+
+    def __getitem__(self, rows: slice) -> HostRows:
+        return HostRows(self.home[rows], self.staging, self.layer, self.name)
+
+
+Rows = Tensor | HostRows
+PastRows = tuple[Rows, Rows]
+PastBuffers = tuple[Rows | None, Rows | None]
+
+
+@dataclass
+class _Coming:
+    """Copies on their way to the device."""
+
+    tensors: list[Tensor]
+    event: Any = None  # of CUDA; None: they are there
+
+    def arrived(self) -> list[Tensor]:
+        """Return the copies; what is computed next on the current stream waits for them."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
+        return self.tensors
+
+
+@dataclass
+class Staging:
+    """The rows of one prompt's layers in host memory, and which of them are on ``device`` as whole layers.
+
+    Layers read in order, and in a backward from last to first: the next one's rows come while this one's are used. So
+    rows of two layers are there at most. Copies are kept until others take their place, but nobody relies on them.
+    """
+
+    device: torch.device
+    homes: list[dict[str, Tensor]] = field(default_factory=list)  # a layer's rows by name, at full length
+    _here: dict[int, tuple[int, _Coming]] = field(default_factory=dict)  # by layer: rows copied, and the copies
+    _last: int = -1
+    _step: int = 1
+
+    def add(self, homes: dict[str, Tensor]) -> int:
+        """Take in the next layer's rows and return its number."""
+        self.homes.append(homes)
+        return len(self.homes) - 1
+
+    def restart(self) -> None:
+        """Forget all copies: another pass begins, from the first layer on."""
+        self._here.clear()
+        self._last, self._step = -1, 1
+
+    def layer(self, number: int, size: int, backward: bool) -> dict[str, Tensor]:
+        """Return the first ``size`` rows of a layer by name; a backward is the last to read them in its pass."""
+        if backward or number < self._last:
+            self._step = -1
+        elif number > self._last:
+            self._step = 1
+        self._last = number
+        wanted = [i for i in (number, number + self._step) if 0 <= i < len(self.homes)]
+        self._here = {i: self._here[i] for i in wanted if i in self._here and self._here[i][0] == size}
+        for i in wanted:
+            if i not in self._here:
+                self._here[i] = size, _copies([home[:size] for home in self.homes[i].values()], self.device)
+        coming = self._here.pop(number)[1] if backward else self._here[number][1]
+        return dict(zip(self.homes[number], coming.arrived(), strict=True))
+
+
+def whole(rows: Sequence[Rows], backward: bool = False) -> list[Tensor]:
+    """Return ``rows`` of one layer on the device."""
+    staged = [x for x in rows if isinstance(x, HostRows)]
+    if not staged:
+        return [x for x in rows if isinstance(x, Tensor)]
+    here = staged[0].staging.layer(staged[0].layer, len(staged[0]), backward)
+    return [here[x.name] if isinstance(x, HostRows) else x for x in rows]
+
+
+@contextmanager
+def buffers_to_add(buffers: Sequence[Rows | None]) -> Iterator[list[Tensor | None]]:
+    """Enter with what stands for ``buffers`` on the device, at least float32; what was added into it is kept."""
+    kept = [x for x in buffers if x is not None]
+    added = [_wide(x) for x in _begin(kept).arrived()]
+    yield _in_place(added, buffers)
+    _keep(kept, added)
+    _settle(kept)
+
+
+def tiles(
+    past: Sequence[Rows], buffers: Sequence[Rows | None], dtype: torch.dtype, size: int
+) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
+    """Yield retained rows, ``size`` at a time, in ``dtype`` on the device, with what to add their gradients into.
+
+    A buffer covers the last rows of the past, as many as it has; a tile's may be empty. The caller lets go of a tile
+    before it asks for the next.
+    """
+    count = len(past[0])
+    pieces = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+    kept = [[_covered(x, piece, count) for x in buffers if x is not None] for piece in pieces]
+    following = None
+    for i, piece in enumerate(pieces):
+        here = following or _begin([*(x[piece] for x in past), *kept[i]])
+        following = None
+        if i + 1 < len(pieces):
+            following = _begin([*(x[pieces[i + 1]] for x in past), *kept[i + 1]])
+        arrived = here.arrived()
+        rows, added = [x.to(dtype) for x in arrived[: len(past)]], [_wide(x) for x in arrived[len(past) :]]
+        del here, arrived
+        yield rows, _in_place(added, buffers)
+        del rows
+        _keep(kept[i], added)
+        del added
+    _settle([x for x in buffers if x is not None])
+
+
+def _covered(buffer: Rows, rows: slice, count: int) -> Rows:
+    """Return what ``buffer``, which covers the last of ``count`` rows, has for ``rows``: the last of them."""
+    missing = count - len(buffer)
+    return buffer[max(rows.start - missing, 0) : max(rows.stop - missing, 0)]
+
+
+def _in_place(added: Sequence[Tensor], buffers: Sequence[Rows | None]) -> list[Tensor | None]:
+    """Return ``added``, which stands for those of ``buffers`` that are there, with None for the others."""
+    them = iter(added)
+    return [None if x is None else next(them) for x in buffers]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _begin(rows: Sequence[Rows]) -> _Coming:
+    """Begin to copy those of ``rows`` that lie in host memory; the others are there."""
+    staged = [x for x in rows if isinstance(x, HostRows)]
+    if not staged:
+        return _Coming([x for x in rows if isinstance(x, Tensor)])
+    coming = _copies([x.home for x in staged], staged[0].staging.device)
+    copies = iter(coming.tensors)
+    return _Coming([next(copies) if isinstance(x, HostRows) else x for x in rows], coming.event)
+
+
+def _copies(homes: Sequence[Tensor], device: torch.device) -> _Coming:
+    here = [torch.empty(home.shape, dtype=home.dtype, device=device) for home in homes]
+    with _beside(device) as stream:
+        for x, home in zip(here, homes, strict=True):
+            x.copy_(home, non_blocking=True)
+    if stream is None:
+        return _Coming(here)
+    for x in here:  # nobody may ever wait for them: their memory must not be used again before they are made
+        x.record_stream(stream)
+    return _Coming(here, stream.record_event())
+
+
+def _keep(kept: Sequence[Rows], added: Sequence[Tensor]) -> None:
+    """Bring what was ``added`` into back to where it is ``kept``, rounded once where that is narrower."""
+    for home, x in zip(kept, added, strict=True):
+        if isinstance(home, HostRows):
+            with _beside(home.staging.device) as stream:
+                home.home.copy_(x.to(home.home.dtype), non_blocking=True)
+            if stream is not None:
+                x.record_stream(stream)
+        elif home.dtype != x.dtype:
+            home.copy_(x)
+
+
+def _settle(kept: Sequence[Rows]) -> None:
+    """Let what comes next on the current stream wait for all that is on its way back."""
+    for home in kept:
+        if isinstance(home, HostRows) and home.staging.device.type == "cuda":
+            device = home.staging.device
+            torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[Any]:
+    """Enter the stream for copies, after all that was computed until now; elsewhere than on CUDA there is none."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
