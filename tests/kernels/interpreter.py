@@ -31,6 +31,7 @@ def close_gaps():
     _bfloat16_arithmetic()
     _bfloat16_reductions()
     Builder.create_assert = _raise_unless
+    _language_is_changed_once()
 
 
 @contextlib.contextmanager
@@ -67,6 +68,19 @@ def _first_configuration():
         return result
 
     autotuner.Autotuner.run = run
+
+
+def _language_is_changed_once():
+    """Spare what takes most of the time: the stock interpreter changes the language again at each call in a kernel."""
+    changed = set()
+
+    def call(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in changed:
+            stock._patch_lang(self.fn)
+            changed.add(id(self.fn.__globals__))
+        return self.rewrite()(*args, **kwargs)
+
+    stock.InterpretedFunction.__call__ = call
 
 
 def _loop_variables_are_int32():
