@@ -63,7 +63,8 @@ def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:
 def slurm_parameters(hardware: HardwareConfig) -> dict[str, Any]:
     """Return submitit's parameters for a SLURM job: one task a GPU, or one task a rank on processors."""
     tasks = hardware.gpus_per_node or -(-hardware.world_size // hardware.nodes)
-    srun = ["--kill-on-bad-exit=1"]  # or the other ranks hold their GPUs until a collective times out
+    # The ranks end by themselves when one is lost and say which; srun, which would not, ends what is left after that.
+    srun = ["--kill-on-bad-exit=0", f"--wait={hardware.timeout_s}"]
     if hardware.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={hardware.cpus_per_task}")  # since 22.05 srun does not inherit it
     gres = ":".join(filter(None, ("gpu", hardware.gpu, str(hardware.gpus_per_node))))

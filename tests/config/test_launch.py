@@ -34,6 +34,7 @@ FULL = {
     "setup": ["module load cuda"],
     "slurm": {"slurm_mail_user": "me"},
 }
+WRITTEN = {"spec.json", "process.json", "error.txt", "result.json", "records.jsonl"}
 NOT_SLURMS = {"python", "dp", "ep", "name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s"}
 
 
@@ -112,7 +113,7 @@ def test_slurm_parameters():
         "stderr_to_stdout": True,
         "slurm_gres": "gpu:h20:8",
         "slurm_setup": ["module load cuda"],
-        "slurm_srun_args": ["--kill-on-bad-exit=1", "--cpus-per-task=12"],
+        "slurm_srun_args": ["--kill-on-bad-exit=0", "--wait=600", "--cpus-per-task=12"],
         "slurm_partition": "gpu",
         "slurm_account": "acc",
         "slurm_qos": "high",
@@ -157,7 +158,7 @@ def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     assert "#SBATCH --array=0-1" in first
     assert "#SBATCH --time=1440" in first
     assert "#SBATCH --time=7" in second
-    assert all("--kill-on-bad-exit=1" in script and "#SBATCH --partition=p" in script for script in (first, second))
+    assert all("--kill-on-bad-exit=0 --wait=600" in script and "#SBATCH --partition=p" in script for script in (first, second))
     assert [handles[num].job_id for num in (0, 1, 2)] == ["100_0", "101", "100_1"]
     launch.write_manifest(jobs, tmp_path, handles)
     manifest = json.loads((tmp_path / "sweep.json").read_text())
@@ -275,7 +276,7 @@ def test_only_rank_0_writes(stand_in, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     with pytest.raises(ConfigError, match="group_size=1"):
         launch.execute(job.run_dir)
-    assert {path.name for path in job.run_dir.iterdir()} == {"spec.json", "error.txt", "result.json", "records.jsonl"}
+    assert {path.name for path in job.run_dir.iterdir()} == WRITTEN
 
 
 def test_a_disk_too_full_for_a_job_s_last_files_hides_nothing(stand_in, capsys):
