@@ -10,6 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from longstraw.config import AdapterConfig, ModelConfig
 from longstraw.models import build_model, draw_weights
 from longstraw.models.adapter import add_adapter, fill_adapter
+from longstraw.models.decoder import Decoder
 from longstraw.models.weights import load_weights
 from longstraw.parallel.apply import Parallel, parallelize
 from longstraw.parallel.mesh import Mesh

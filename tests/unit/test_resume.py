@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from longstraw import resume, train, trainer
+from longstraw import resume, trainer
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.observe import Watch
 from longstraw.record import records_path
