@@ -42,7 +42,9 @@ def execute(run_dir: str | Path) -> None:
     spec = json.loads((folder / "spec.json").read_text())
     attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
     if rank() == 0:
-        (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
+        with contextlib.suppress(OSError):  # whatever is wrong with the folder is told below
+            (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
+            write_json(folder / "process.json", {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
     began, stopped = time.monotonic(), None
     try:
         config = from_dict(spec["config"])

@@ -21,6 +21,7 @@ from typing import Any
 from longstraw.config import ConfigError, RunConfig, from_composed, from_dict, to_dict
 from longstraw.failures import RankLostError, describe, is_users
 from longstraw.job import execute, leave_word, write_json
+from longstraw.logs import failed_tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
 from longstraw.place import Place, find, resolve
@@ -30,6 +31,7 @@ from longstraw.table import has_result, last_row, read_json, table
 from longstraw.watch import Line, Screen, shown
 
 POLL_SECONDS = 0.5
+TOLD = 3  # failed jobs of which the last lines are printed
 STOP_SECONDS = 15  # a job that was asked to end gets this long
 STANDS_SECONDS = 10  # so do the ranks of one that has failed
 
@@ -127,9 +129,19 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
 
         offer_job(jobs[0].run_dir)
     code = run_here(here[0]) if in_process else run_queue(jobs, handles)
+    if not in_process:
+        _print_failed(jobs, handles)
     print(table([job.run_dir for job in jobs], errors=not in_process))
     print(f"records: {_shown(folder)}/{'*' if len(jobs) > 1 else jobs[0].num}/records.jsonl", flush=True)
     return code
+
+
+def _print_failed(jobs: Sequence[Job], handles: dict[int, Any]) -> None:
+    """Print the last lines of the jobs that did not end well, of the first few."""
+    for job in [job for job in jobs if failed(job)][:TOLD]:
+        handle = handles.get(job.num)
+        end = failed_tail(job.run_dir, handle.job_id if handle else None, slurm=job.place.where == "slurm")
+        print(end, end="\n" if end else "")
 
 
 def _shown(path: Path) -> str:

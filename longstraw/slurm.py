@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 ASK_SECONDS = 30  # a command that has not answered by then is taken as not answering
@@ -236,8 +235,3 @@ def requeue(job_id: str) -> bool:
         return False
     ask("scontrol", "requeue", job_id)
     return True
-
-
-def log_path(folder: Path, job_id: str, rank: int = 0) -> Path:
-    """Return where a job's rank writes what it prints; ``folder`` is the sweep's."""
-    return folder / "logs" / job_id / f"{job_id}_{rank}_log.out"

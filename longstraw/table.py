@@ -20,13 +20,34 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     attempt = latest_attempt(run_dir)
     if attempt is None:
         return []
+    return read_lines(records_path(run_dir, attempt))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of one file."""
     rows = []
-    for line in records_path(run_dir, attempt).read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             rows.append(numbers(json.loads(line)))
         except json.JSONDecodeError:
             continue
     return [row for row in rows if isinstance(row, dict)]
+
+
+def read_steps(run_dir: Path, *, every: bool = False) -> list[dict[str, Any]]:
+    """Return a job's records over all its attempts, each step once, as the last attempt to do it has it.
+
+    With ``every`` line also those of steps that were done again, and of attempts that were asked to end.
+    """
+    kept: list[dict[str, Any]] = []
+    for attempt in range((latest_attempt(run_dir) or 0) + 1):
+        path = records_path(run_dir, attempt)
+        rows = read_lines(path) if path.exists() else []
+        if rows and not every:
+            first = min((row["step"] for row in rows if row.get("step") is not None), default=None)
+            kept = [row for row in kept if row.get("status") == "ok" and (first is None or row.get("step", -1) < first)]
+        kept += rows
+    return kept
 
 
 def last_row(run_dir: Path) -> dict[str, Any] | None:
@@ -53,12 +74,13 @@ def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
     """Return the table of a command's jobs, one row each (worst peak, all seconds, last loss), then their errors."""
     rows, reasons = [], []
     for run_dir in run_dirs:
-        records = read_rows(run_dir)
+        records = read_steps(run_dir)
         config = read_json(run_dir / "spec.json").get("config", {})
         rows.append(_cells(run_dir.name, config, records))
         if records and records[-1].get("error"):
             reasons.append(f"job {run_dir.name}: {records[-1]['status']}: {records[-1]['error']}")
-    return "\n".join([_aligned([dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]), *(reasons if errors else [])])
+    head = dict(zip(COLUMNS, COLUMNS, strict=True))
+    return "\n".join([aligned([head, *rows], COLUMNS, LEFT), *(reasons if errors else [])])
 
 
 def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, str]:
@@ -79,10 +101,11 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
     }
 
 
-def _aligned(rows: Sequence[dict[str, str]]) -> str:
-    widths = {key: max(len(row[key]) for row in rows) for key in COLUMNS}
+def aligned(rows: Sequence[dict[str, str]], columns: Sequence[str], left: Sequence[str]) -> str:
+    """Return rows of text under each other; the columns in ``left`` begin at the left, others end at the right."""
+    widths = {key: max(len(row[key]) for row in rows) for key in columns}
     lines = []
     for row in rows:
-        cells = (row[key].ljust(widths[key]) if key in LEFT else row[key].rjust(widths[key]) for key in COLUMNS)
+        cells = (row[key].ljust(widths[key]) if key in left else row[key].rjust(widths[key]) for key in columns)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

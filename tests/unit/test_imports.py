@@ -24,7 +24,7 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"observe", "resume", "optimize", "together", "table"},
     {"trainer"},
     {"train"},
-    {"job", "watch", "submit"},
+    {"job", "watch", "submit", "logs"},
     {"launch"},
     {"run", "overrides", "audit", "selfcheck", "status", "plan"},
 ]
