@@ -33,7 +33,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw.ops.staging import host_empty
+from longstraw.ops.staging import HOST_EMPTY
 
 KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
 UNTAGGED = "activations"
@@ -42,7 +42,6 @@ CUDA_BLOCK = 512
 
 _aten = torch.ops.aten
 # These return an argument's storage, or one nobody has seen, although it was made outside the dispatcher a moment ago.
-_HOST = torch.ops.longstraw.host_empty.default
 _ADOPTING = (_aten.lift_fresh.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 
 
@@ -199,7 +198,7 @@ class MemoryMeter(TorchDispatchMode):
                 entry = self._live.get(storage._cdata)
                 if entry is not None and entry() is storage:
                     self._measure(entry, storage)
-                elif func is _HOST:
+                elif func is HOST_EMPTY:
                     self._entry(storage, host=True)
                 elif func in _ADOPTING or not _is_among(storage, (*args, *kwargs.values()) if kwargs else args):
                     self._entry(storage)

@@ -46,7 +46,7 @@ def choose_ops(backend: str) -> Ops:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "cuda" and importlib.util.find_spec("triton") is None:
         raise ValueError("backend='cuda' needs Triton: pip install 'longstraw[gpu]'")
-    attention, latent, moe, logits = PARTS[backend], LATENT[backend], MOE[backend], LOGITS[backend]
+    attention, latent, moe, logits = PARTS[backend], LatentOps(LATENT[backend]), MOE[backend], LOGITS[backend]
     scan, convolution = _fused_linear() if backend == "cuda" else (delta.gated_delta_rule, conv.causal_conv)
     return Ops(
         attention=attention,

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from longstraw.ops.attention import AttentionParts, attend
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.latent import LatentOps, attend_rows
-from longstraw.ops.latent.reference import Buffers, Rows
 from longstraw.ops.logprob import TokenLogits, token_logprobs
 from longstraw.ops.moe import MoeOps, mix_experts
+from longstraw.ops.staging import PastBuffers, PastRows, Rows
 
 Sections = Sequence[tuple[int, int]]  # (heads, width) of what stands side by side in the last dimension
 Spans = Sequence[tuple[int, int]]  # runs of positions [start, stop), rising
@@ -37,8 +37,8 @@ class Context(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: tuple[Tensor, Tensor],
-        past_grads: tuple[Tensor | None, Tensor | None],
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,
@@ -60,7 +60,7 @@ class Context(Protocol):
         self,
         q: Tensor,
         weights: Tensor,
-        past_key: Tensor,
+        past_key: Rows,
         key: Tensor,
         count: int,
         *,
@@ -81,8 +81,8 @@ class Context(Protocol):
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: Rows,
-        past_grads: Buffers,
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,
@@ -112,8 +112,8 @@ class Local:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: tuple[Tensor, Tensor],
-        past_grads: tuple[Tensor | None, Tensor | None],
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,
@@ -135,7 +135,7 @@ class Local:
         self,
         q: Tensor,
         weights: Tensor,
-        past_key: Tensor,
+        past_key: Rows,
         key: Tensor,
         count: int,
         *,
@@ -152,8 +152,8 @@ class Local:
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: Rows,
-        past_grads: Buffers,
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,

@@ -33,6 +33,9 @@ def _(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
+HOST_EMPTY = torch.ops.longstraw.host_empty.default  # as a dispatch mode sees it
+
+
 class HostRows:
     """Rows [S, ...] in host memory: ``name`` of a layer's state. Sliced like a tensor."""
 
@@ -107,13 +110,11 @@ class Staging:
         return dict(zip(self.homes[number], coming.arrived(), strict=True))
 
 
-def whole(rows: Sequence[Rows], backward: bool = False) -> list[Tensor]:
-    """Return ``rows`` of one layer on the device."""
+def whole(rows: Sequence[Rows], dtype: torch.dtype, backward: bool = False) -> list[Tensor]:
+    """Return ``rows`` of one layer in ``dtype`` on the device."""
     staged = [x for x in rows if isinstance(x, HostRows)]
-    if not staged:
-        return [x for x in rows if isinstance(x, Tensor)]
-    here = staged[0].staging.layer(staged[0].layer, len(staged[0]), backward)
-    return [here[x.name] if isinstance(x, HostRows) else x for x in rows]
+    here = staged[0].staging.layer(staged[0].layer, len(staged[0]), backward) if staged else {}
+    return [(here[x.name] if isinstance(x, HostRows) else x).to(dtype) for x in rows]
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from longstraw.ops import Ops
 from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.context import Sections, Spans
-from longstraw.ops.latent.reference import Buffers, Rows
+from longstraw.ops.staging import PastBuffers, PastRows, Rows
 from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
 from longstraw.parallel.expert import ExpertGroup
 from longstraw.parallel.latent import attend_rows, select_rows
@@ -48,8 +48,8 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: tuple[Tensor, Tensor],
-        past_grads: tuple[Tensor | None, Tensor | None],
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,
@@ -83,7 +83,7 @@ class ContextParallel:
         self,
         q: Tensor,
         weights: Tensor,
-        past_key: Tensor,
+        past_key: Rows,
         key: Tensor,
         count: int,
         *,
@@ -113,8 +113,8 @@ class ContextParallel:
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: Rows,
-        past_grads: Buffers,
+        past: PastRows,
+        past_grads: PastBuffers,
         *,
         scale: float,
         chunk: Chunk | None,
@@ -149,8 +149,8 @@ class _SpreadAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: tuple[Tensor, Tensor],
-        grads: tuple[Tensor | None, Tensor | None],
+        past: PastRows,
+        grads: PastBuffers,
         scale: float,
         chunk: Chunk,
         group: Group,

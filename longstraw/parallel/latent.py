@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.context import Spans
 from longstraw.ops.latent import LatentOps
-from longstraw.ops.latent.reference import Buffers, Rows
+from longstraw.ops.staging import PastBuffers, PastRows, Rows
 from longstraw.parallel.collectives import Group, labelled
 
 MERGE_TILE = 2**23  # candidates that are merged together
@@ -28,7 +28,7 @@ MERGE_TILE = 2**23  # candidates that are merged together
 def select_rows(
     q: Tensor,
     weights: Tensor,
-    past_key: Tensor,
+    past_key: Rows,
     key: Tensor,
     count: int,
     *,
@@ -64,8 +64,8 @@ def attend_rows(
     latent: Tensor,
     rope_key: Tensor,
     rows: Tensor,
-    past: Rows,
-    past_grads: Buffers,
+    past: PastRows,
+    past_grads: PastBuffers,
     *,
     scale: float,
     chunk: Chunk,
@@ -88,8 +88,8 @@ class _SpreadRows(torch.autograd.Function):
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: Rows,
-        past_grads: Buffers,
+        past: PastRows,
+        past_grads: PastBuffers,
         scale: float,
         chunk: Chunk,
         group: Group,

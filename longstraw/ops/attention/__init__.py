@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.attention import cpu, reference
 from longstraw.ops.deferred import DeferredModule
+from longstraw.ops.staging import PastBuffers, PastRows, Rows, tiles
 
 ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
 
@@ -58,10 +59,10 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    past_key: Tensor,
-    past_value: Tensor,
-    key_grad: Tensor | None,
-    value_grad: Tensor | None,
+    past_key: Rows,
+    past_value: Rows,
+    key_grad: Rows | None,
+    value_grad: Rows | None,
     *,
     scale: float,
     parts: AttentionParts,
@@ -69,8 +70,8 @@ def attend(
     """Return the causal attention output [T, H, D] of ``q`` [T, H, D] over (past | new) rows.
 
     ``k``, ``v`` [T, N, D] are the new rows, ``past_key``, ``past_value`` [P, N, D] the retained ones, which all
-    precede them. ``key_grad``, ``value_grad`` [G, N, D] are buffers for the gradient of the last G retained rows, at
-    least float32; the backward adds into them. Without them the retained rows are constants.
+    precede them. ``key_grad``, ``value_grad`` [G, N, D] are buffers for the gradient of the last G retained rows; the
+    backward adds into them, in at least float32. Without them the retained rows are constants.
     """
     return _SplitAttention.apply(q, k, v, (past_key, past_value), (key_grad, value_grad), scale, parts)
 
@@ -82,8 +83,8 @@ class _SplitAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: tuple[Tensor, Tensor],
-        grads: tuple[Tensor | None, Tensor | None],
+        past: PastRows,
+        grads: PastBuffers,
         scale: float,
         parts: AttentionParts,
     ) -> Tensor:
@@ -109,12 +110,11 @@ class _SplitAttention(torch.autograd.Function):
         return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
-def merge_past(
-    out: Tensor, lse: Tensor, q: Tensor, past: tuple[Tensor, Tensor], *, scale: float, parts: AttentionParts
-) -> None:
+def merge_past(out: Tensor, lse: Tensor, q: Tensor, past: PastRows, *, scale: float, parts: AttentionParts) -> None:
     """Merge the attention of ``q`` [N, R, T, D] to all retained rows into ``out`` [N, R, T, D], ``lse`` [N, R, T]."""
-    for rows in _tiles(len(past[0]) if q.numel() else 0):
-        key, value = (x[rows].to(q.dtype) for x in past)
+    if not q.numel():
+        return
+    for (key, value), _ in tiles(past, (), q.dtype, ROW_TILE):
         _merge(out, lse, *parts.part_forward(q, key, value, causal=False, scale=scale))
         del key, value  # gone before the next tile's are made
 
@@ -123,30 +123,20 @@ def past_backward(
     grad_q: Tensor,
     grad: Tensor,
     q: Tensor,
-    past: tuple[Tensor, Tensor],
+    past: PastRows,
     out: Tensor,
     lse: Tensor,
-    buffers: tuple[Tensor | None, Tensor | None],
+    buffers: PastBuffers,
     *,
     scale: float,
     parts: AttentionParts,
 ) -> None:
     """Add what retained rows owe the queries into ``grad_q``, and their own gradients into ``buffers``."""
-    for rows in _tiles(len(past[0]) if q.numel() else 0):
-        tiles = [None if x is None else _covered(x, rows, len(past[0])) for x in buffers]
-        key, value = (x[rows].to(q.dtype) for x in past)
-        grad_q += parts.rows_backward(grad, q, key, value, out, lse, *tiles, scale=scale)
-        del key, value  # gone before the next tile's are made
-
-
-def _tiles(rows: int) -> list[slice]:
-    return [slice(start, min(start + ROW_TILE, rows)) for start in range(0, rows, ROW_TILE)]
-
-
-def _covered(buffer: Tensor, rows: slice, retained: int) -> Tensor:
-    """Return what ``buffer``, which covers the last of ``retained`` rows, has for ``rows``: the last of them."""
-    missing = retained - len(buffer)
-    return buffer[max(rows.start - missing, 0) : max(rows.stop - missing, 0)]
+    if not q.numel():
+        return
+    for (key, value), (key_grad, value_grad) in tiles(past, buffers, q.dtype, ROW_TILE):
+        grad_q += parts.rows_backward(grad, q, key, value, out, lse, key_grad, value_grad, scale=scale)
+        del key, value, key_grad, value_grad  # gone before the next tile's are made
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

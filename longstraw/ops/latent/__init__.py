@@ -17,22 +17,24 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.latent import reference
-from longstraw.ops.latent.reference import Buffers, Rows
+from longstraw.ops.latent.reference import Buffers
+from longstraw.ops.latent.reference import Rows as RowPair
+from longstraw.ops.staging import PastBuffers, PastRows, Rows, buffers_to_add, whole
 
 
-class LatentOps(Protocol):
-    """What a backend provides; see ``reference``."""
+class LatentKernels(Protocol):
+    """What a backend provides; see ``reference``. All tensors are on the device."""
 
     def attend_forward(
-        self, q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float
+        self, q: Tensor, past: RowPair, new: RowPair, rows: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor]: ...
 
     def attend_backward(
         self,
         grad: Tensor,
         q: Tensor,
-        past: Rows,
-        new: Rows,
+        past: RowPair,
+        new: RowPair,
         rows: Tensor,
         out: Tensor,
         lse: Tensor,
@@ -57,11 +59,69 @@ class LatentOps(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-LATENT: dict[str, LatentOps] = {
+class LatentOps:
+    """A backend's operations on retained rows wherever they lie: a layer's are brought to the device as a whole.
+
+    Which rows are read is known only where they are read, so there is no tile to bring.
+    """
+
+    def __init__(self, kernels: LatentKernels):
+        self._kernels = kernels
+
+    def attend_forward(
+        self, q: Tensor, past: PastRows, new: RowPair, rows: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.attend_forward(q, _pair(whole(past, q.dtype)), new, rows, scale=scale)
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        past: PastRows,
+        new: RowPair,
+        rows: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        here = _pair(whole(past, q.dtype, backward=True))
+        with buffers_to_add(past_grads) as (latent, rope_key):
+            return self._kernels.attend_backward(grad, q, here, new, rows, out, lse, (latent, rope_key), scale=scale)
+
+    def select_rows(
+        self, q: Tensor, weights: Tensor, past_key: Rows, key: Tensor, count: int, *, scale: float
+    ) -> Tensor:
+        return self._kernels.select_rows(q, weights, whole([past_key], q.dtype)[0], key, count, scale=scale)
+
+    def best_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        parts: Sequence[tuple[Rows, Tensor]],
+        queried: Tensor,
+        count: int,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        keys = whole([part[0] for part in parts], q.dtype)
+        here = [(key, positions) for key, (_, positions) in zip(keys, parts, strict=True)]
+        return self._kernels.best_rows(q, weights, here, queried, count, scale=scale)
+
+
+def _pair(rows: Sequence[Tensor]) -> RowPair:
+    latent, rope_key = rows
+    return latent, rope_key
+
+
+LATENT: dict[str, LatentKernels] = {
     "reference": reference,
     "cpu": reference,
-    "cuda": cast(LatentOps, DeferredModule("longstraw.ops.latent.kernels")),
+    "cuda": cast(LatentKernels, DeferredModule("longstraw.ops.latent.kernels")),
 }
+
+REFERENCE = LatentOps(reference)
 
 
 def attend_rows(
@@ -69,18 +129,18 @@ def attend_rows(
     latent: Tensor,
     rope_key: Tensor,
     rows: Tensor,
-    past: Rows,
-    past_grads: Buffers,
+    past: PastRows,
+    past_grads: PastBuffers,
     *,
     scale: float,
-    ops: LatentOps = reference,
+    ops: LatentOps = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, H, C] of ``q`` [T, H, C + R] over its chosen rows, and their log-sum-exp [T, H].
 
     ``latent`` [T, C] and ``rope_key`` [T, R] are the new rows, ``past`` the retained ones [P, .], ``rows`` [T, K] the
     choice over (past | new) with -1 for none; causality is the chooser's. ``past_grads`` are buffers for the gradient
-    of the last retained rows, at least float32; the backward adds into them. Where None, retained rows are constants.
-    The log-sum-exp has no gradient.
+    of the last retained rows; the backward adds into them, in at least float32. Where None, retained rows are
+    constants. The log-sum-exp has no gradient.
     """
     return _ChosenRows.apply(q, latent, rope_key, rows, past, past_grads, scale, ops)
 
@@ -93,8 +153,8 @@ class _ChosenRows(torch.autograd.Function):
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: Rows,
-        past_grads: Buffers,
+        past: PastRows,
+        past_grads: PastBuffers,
         scale: float,
         ops: LatentOps,
     ) -> tuple[Tensor, Tensor]:
