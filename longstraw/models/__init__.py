@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
+from longstraw.layers.linear import widen
 from longstraw.models import glm_5_2, qwen3_6
 from longstraw.models.decoder import Decoder
 from longstraw.models.weights import load_weights
@@ -36,10 +37,8 @@ def build_model(
     if overrides and not isinstance(model, str):
         raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
     config = load_model_config(model, **overrides) if isinstance(model, str) else model
-    architecture = _ARCHITECTURES[config.architecture]
     device = torch.device(device)
-    with torch.device("meta"):
-        decoder = architecture.build(config, _ops(backend, device))
+    decoder = _empty(config, device, backend)
     narrow = _dtype(dtype, config)
     wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as what a router selects by
 
@@ -103,18 +102,25 @@ def load_model(
     ``config`` is by default read from the folder, with ``overrides`` of its fields; ``dtype`` by default what it names.
     """
     if config is None:
+        if isinstance(dtype, str):
+            overrides |= {"dtype": dtype}  # whatever the file says, which may be none of ours
         config = read_model_config(folder, **overrides)
     elif overrides:
         raise TypeError(f"load_model: config is given, so {', '.join(overrides)} belongs into it")
     device = torch.device(device)
-    with torch.device("meta"):
-        decoder = _ARCHITECTURES[config.architecture].build(config, _ops(backend, device))
+    decoder = _empty(config, device, backend)
     load_weights(decoder, folder, dtype=_dtype(dtype, config), device=device)
     return decoder
 
 
-def _ops(backend: str | None, device: torch.device) -> Any:
-    return choose_ops(backend or ("cpu" if device.type in ("cpu", "meta") else "reference"))
+def _empty(config: ModelConfig, device: torch.device, backend: str | None) -> Decoder:
+    """Return the model on the meta device with the ops for ``device``."""
+    backend = backend or ("cpu" if device.type in ("cpu", "meta") else "reference")
+    with torch.device("meta"):
+        decoder = _ARCHITECTURES[config.architecture].build(config, choose_ops(backend))
+    if backend == "cpu":
+        widen(decoder)
+    return decoder
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:

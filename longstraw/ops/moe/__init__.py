@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.counts import counts
-from longstraw.ops.moe import reference
+from longstraw.ops.moe import cpu, reference
 
 
 class MoeOps(Protocol):
@@ -36,7 +36,7 @@ class MoeOps(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 
-MOE: dict[str, MoeOps] = {"reference": reference, "cpu": reference, "cuda": reference}
+MOE: dict[str, MoeOps] = {"reference": reference, "cpu": cpu, "cuda": reference}
 
 
 def route(logits: Tensor, bias: Tensor, count: int, *, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:

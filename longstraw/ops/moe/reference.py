@@ -1,7 +1,8 @@
 """A mixture of SwiGLU experts over tokens sorted by expert, in plain PyTorch.
 
 T tokens, N = T x chosen experts (fewer or more where tokens travel), E experts, d model width, I inner width of an
-expert. At least float32 where results add up; matrix products in the dtype of their inputs.
+expert. At least float32 where results add up; matrix products in the dtype of their inputs, or in ``inner``, into which
+the weights of one expert at a time are cast.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from torch.nn import functional as F
 
 
 def experts_forward(
-    x: Tensor, token: Tensor, weight: Tensor, counts: list[int], gate_up: Tensor, down: Tensor
+    x: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    counts: list[int],
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    inner: torch.dtype | None = None,
 ) -> Tensor:
     """Return [T, d]: for each token of ``x`` [T, d] the weighted sum of the experts that it goes to.
 
@@ -22,10 +30,11 @@ def experts_forward(
     ``counts`` [E] of them to each. ``gate_up`` [E, 2I, d], ``down`` [E, d, I].
     """
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    inner = inner or x.dtype
     for expert, entries in _segments(counts):
         tokens = token[entries]
-        gate, up = (x[tokens] @ gate_up[expert].T).chunk(2, -1)
-        result = (F.silu(gate) * up) @ down[expert].T
+        gate, up = (x[tokens].to(inner) @ gate_up[expert].to(inner).T).chunk(2, -1)
+        result = (F.silu(gate) * up) @ down[expert].to(inner).T
         out.index_add_(0, tokens, result.to(out.dtype) * weight[entries, None])
     return out.to(x.dtype)
 
@@ -40,6 +49,7 @@ def experts_backward(
     down: Tensor,
     *,
     learnt: bool,
+    inner: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``x``, ``weight`` and, where the experts are ``learnt``, ``gate_up`` and ``down``.
 
@@ -49,22 +59,23 @@ def experts_backward(
     grad_weight = torch.empty_like(weight)
     grad_gate_up = torch.zeros_like(gate_up) if learnt else None
     grad_down = torch.zeros_like(down) if learnt else None
+    inner = inner or x.dtype
     for expert, entries in _segments(counts):
         tokens = token[entries]
-        given, share = x[tokens], weight[entries, None].to(x.dtype)
-        gate, up = (given @ gate_up[expert].T).chunk(2, -1)
-        inner, grad_out = F.silu(gate) * up, grad[tokens]
-        grad_inner = grad_out @ down[expert]
-        grad_weight[entries] = (grad_inner.to(weight.dtype) * inner).sum(-1)
-        grad_inner *= share
+        given, share = x[tokens].to(inner), weight[entries, None].to(inner)
+        gate, up = (given @ gate_up[expert].to(inner).T).chunk(2, -1)
+        product, grad_out = F.silu(gate) * up, grad[tokens].to(inner)
+        grad_product = grad_out @ down[expert].to(inner)
+        grad_weight[entries] = (grad_product.to(weight.dtype) * product).sum(-1)
+        grad_product *= share
         if grad_down is not None:
-            grad_down[expert] = (grad_out * share).T @ inner
+            grad_down[expert] = (grad_out * share).T @ product
         slope = gate.sigmoid()
-        grad_gate = grad_inner * up * slope * (1 + gate * (1 - slope))
-        grad_both = torch.cat([grad_gate, grad_inner * F.silu(gate)], -1)
+        grad_gate = grad_product * up * slope * (1 + gate * (1 - slope))
+        grad_both = torch.cat([grad_gate, grad_product * F.silu(gate)], -1)
         if grad_gate_up is not None:
             grad_gate_up[expert] = grad_both.T @ given
-        grad_x.index_add_(0, tokens, (grad_both @ gate_up[expert]).to(grad_x.dtype))
+        grad_x.index_add_(0, tokens, (grad_both @ gate_up[expert].to(inner)).to(grad_x.dtype))
     return grad_x.to(x.dtype), grad_weight, grad_gate_up, grad_down
 
 
