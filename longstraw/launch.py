@@ -232,8 +232,9 @@ def _look(job: Job, line: Line, handles: dict[int, Any], begun: dict[int, float]
         if job.num not in ended and _stands(job):
             ended.add(job.num)
             handle.cancel(check=False)
-        line.note = handle.note() if isinstance(handle, Submitted) else ""
-        return line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
+        before, line.note = line.note, handle.note() if isinstance(handle, Submitted) else ""
+        new = line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
+        return new or bool(line.note and line.note != before)
     line.note = ""
     if not has_result(job.run_dir):
         ran = time.monotonic() - begun.get(job.num, time.monotonic())

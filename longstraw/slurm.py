@@ -80,6 +80,15 @@ def array_limit() -> int:
     return max(int(found[1]), 1) if found else 1001
 
 
+def minutes_allowed(partition: str) -> int | None:
+    """Return how many minutes a job may take in a partition; ``None``: any number, or it cannot be told."""
+    try:
+        found = re.search(r"MaxTime=(?:(\d+)-)?(\d+):(\d+):\d+", ask("scontrol", "show", "partition", partition))
+    except SlurmError:
+        return None
+    return int(found[1] or 0) * 1440 + int(found[2]) * 60 + int(found[3]) if found else None
+
+
 def refusal(script: str) -> str:
     """Return why ``sbatch`` would not take a batch script, in its own words; empty if it would."""
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
 from longstraw.job import execute
 from longstraw.place import visible_gpus
-from longstraw.slurm import Queue, SlurmError, Submitted, array_limit, refusal
+from longstraw.slurm import Queue, SlurmError, Submitted, array_limit, minutes_allowed, refusal
 from longstraw.table import has_result
 
 if TYPE_CHECKING:
@@ -106,10 +106,20 @@ def check_slurm(folder: Path, config: RunConfig, asked: dict[str, str]) -> None:
     resources = _resources(config)
     if resources not in asked:
         executor = slurm_executor(folder, config)._executor  # submitit's own, which writes the script
-        asked[resources] = refusal(executor._make_submission_file_text("true", ""))
+        asked[resources] = refusal(executor._make_submission_file_text("true", "")) or _too_long(config.hardware)
     if asked[resources]:
         hardware = config.hardware
         raise ConfigError(f"hardware={hardware.name}, hardware.partition={hardware.partition}: {asked[resources]}")
+
+
+def _too_long(hardware: HardwareConfig) -> str:
+    """Return how a job is longer than its partition allows: sbatch takes it, and it would wait for ever."""
+    if hardware.partition is None or hardware.qos is not None:  # a quality of service may allow more
+        return ""
+    allowed = minutes_allowed(hardware.partition)
+    if allowed is None or hardware.time_min <= allowed:
+        return ""
+    return f"hardware.time_min={hardware.time_min} is more than the {allowed} min that the partition allows"
 
 
 def _resources(config: RunConfig) -> str:
