@@ -194,7 +194,7 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
     with observer.verb("prompt_backward", positions - first):
         for start in rounds:
             if start is None:
-                _backward_of_nothing(model, retained)
+                _backward_of_nothing(model, retained, first)
                 observer.advance(0)
                 continue
             end = min(start + retained.chunk, positions)
@@ -367,9 +367,9 @@ def _rounds(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:
     return [*items, *[nothing] * (model.agree(len(items)) - len(items))]
 
 
-def _backward_of_nothing(model: Decoder, retained: Retained) -> None:
-    """Take part in the prompt backward of prompts with more chunks than this one."""
-    past = [state.leaves(retained.positions, grad=False) for state in retained.states]
+def _backward_of_nothing(model: Decoder, retained: Retained, first: int) -> None:
+    """Take part in the prompt backward of prompts with more chunks than this one, whose own has come to ``first``."""
+    past = [state.leaves(first, grad=False) for state in retained.states]
     _, updates = model(retained.prompt[:0], past, state_only=True)
     owed = [tensor for update in updates for tensor in update.values() if tensor.requires_grad]
     torch.autograd.backward(owed, [torch.zeros_like(tensor) for tensor in owed])

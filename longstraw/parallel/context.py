@@ -181,9 +181,9 @@ class _SpreadAttention(torch.autograd.Function):
         chunk, group, parts, scale = ctx.chunk, ctx.group, ctx.parts, ctx.scale
         inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
-            grad, queries, out = (
-                by_heads(group.all_gather(x, chunk.count).to(operand), k.shape[1]) for x in (grad, q, out)
-            )
+            grad = by_heads(group.all_gather(grad, chunk.count).to(operand), k.shape[1])
+            queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
+            out = by_heads(group.all_gather(out, chunk.count).to(operand), k.shape[1])
             grad_q = torch.zeros_like(queries, dtype=inner)
             grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
             for rows, causal in _blocks(chunk):

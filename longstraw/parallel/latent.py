@@ -44,16 +44,16 @@ def select_rows(
     ``q`` [t, I, D], ``weights`` [t, I] and ``key`` [t, D] are of this rank's positions, ``past_key`` [P, D] of those in
     ``spans``; ``positions`` precede the chunk.
     """
-    count = min(count, positions + chunk.count)
+    count = max(min(count, positions + chunk.count), 1)
     held = _positions(spans, (positions + chunk.start, positions + chunk.stop), device=q.device)
     parts = [(past_key, held[: len(past_key)]), (key, held[len(past_key) :])]
     queried = torch.arange(positions, positions + chunk.count, dtype=torch.int32, device=q.device)
     with labelled("selection"):
-        everyones, mix = (group.all_gather(x, chunk.count) for x in (q, weights))
-        scores, rows = ops.best_rows(everyones, mix, parts, queried, min(count, len(held)), scale=scale)
+        everyones = group.all_gather(q, chunk.count)
+        mix = group.all_gather(weights, chunk.count)
+        scores, rows = ops.best_rows(everyones, mix, parts, queried, max(min(count, len(held)), 1), scale=scale)
         del everyones, mix
-        last = _last_chosen(*(_widened(x, count) for x in (scores, rows)), count, chunk, group)
-        score, position = (group.all_gather(x, chunk.count).unsqueeze(-1) for x in last)
+        score, position = _last_chosen(_widened(scores, count), _widened(rows, count), count, chunk, group)
     chosen = ((scores > score) | ((scores == score) & (rows <= position))) & (rows >= 0)
     here = torch.searchsorted(held, rows.clamp(min=0), out_int32=True)
     return here.masked_fill_(~chosen, -1)
@@ -111,7 +111,9 @@ class _SpreadRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, rope_key, rows, out, lse = ctx.saved_tensors
         with labelled("attention"):
-            grad, queries, out = (ctx.group.all_gather(x, ctx.chunk.count) for x in (grad, q, out))
+            grad = ctx.group.all_gather(grad, ctx.chunk.count)
+            queries = ctx.group.all_gather(q, ctx.chunk.count)
+            out = ctx.group.all_gather(out, ctx.chunk.count)
             grad_q, grad_latent, grad_rope = ctx.ops.attend_backward(
                 grad, queries, ctx.past, (latent, rope_key), rows, out, lse, ctx.past_grads, scale=ctx.scale
             )
@@ -133,17 +135,18 @@ def _widened(x: Tensor, count: int) -> Tensor:
 
 
 def _last_chosen(scores: Tensor, rows: Tensor, count: int, chunk: Chunk, group: Group) -> tuple[Tensor, Tensor]:
-    """Return of each query here the lowest score chosen and the last position chosen at that score; both [t].
+    """Return the lowest score that each of the chunk's queries chose and the last position chosen at it; both [n, 1].
 
     ``scores``, ``rows`` [n, K] are this rank's candidates for all queries, as scores and positions.
     """
-    scores, rows = (group.gather_positions(x, chunk.count).flatten(1) for x in (scores, rows))  # [t, W K]
-    lowest, position = scores.new_empty(len(scores)), rows.new_empty(len(rows))
+    scores = group.gather_positions(scores, chunk.count).flatten(1)  # [t, W K]
+    rows = group.gather_positions(rows, chunk.count).flatten(1)
+    lowest, position = scores.new_empty(len(scores), 1), rows.new_empty(len(rows), 1)
     size = max(MERGE_TILE // max(scores.shape[1], 1), 1)
     for tile in (slice(start, start + size) for start in range(0, len(scores), size)):
         score = scores[tile].topk(count, sorted=False).values.amin(-1, keepdim=True)
         spare = count - (scores[tile] > score).sum(-1, keepdim=True)
         level = rows[tile].masked_fill(scores[tile] != score, torch.iinfo(rows.dtype).max).sort(-1).values
-        lowest[tile] = score.squeeze(-1)
-        position[tile] = level.gather(1, spare - 1).squeeze(-1)
-    return lowest, position
+        lowest[tile], position[tile] = score, level.gather(1, spare - 1)
+    lowest = group.all_gather(lowest, chunk.count)
+    return lowest, group.all_gather(position, chunk.count)

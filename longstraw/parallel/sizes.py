@@ -41,6 +41,12 @@ def rank_sizes(model: ModelConfig, hardware: HardwareConfig) -> Sizes:
             f"{cp} ranks cannot share a prompt: the {heads} key heads of {model.name}'s delta layers are shared "
             f"out whole, so the ranks a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
         )
+    if not _all_hold_rows(model.vocab_size, cp):
+        works = [f"hardware.dp={dp}" for dp in _divisors(world) if _all_hold_rows(model.vocab_size, world // dp)]
+        raise ConfigError(
+            f"{cp} ranks cannot share the {model.vocab_size} rows of {model.name}'s vocabulary: some would hold none; "
+            f"with {world} ranks: {', '.join(works)}"
+        )
     experts = model.n_routed_experts if isinstance(model, Glm52Config) else 1
     ep = hardware.ep
     if ep is None:
@@ -52,6 +58,11 @@ def rank_sizes(model: ModelConfig, hardware: HardwareConfig) -> Sizes:
             f"experts of {model.name}; one of {works}"
         )
     return Sizes(hardware.dp, cp, ep)
+
+
+def _all_hold_rows(rows: int, ranks: int) -> bool:
+    """Return whether each of ``ranks`` holds a row, cut as ``torch.chunk`` cuts them."""
+    return -(-rows // ranks) * (ranks - 1) < rows
 
 
 def _choices(key: str, number: int) -> str:

@@ -149,8 +149,7 @@ def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
 
 def by_heads(x: Tensor, heads: int) -> Tensor:
     """[T, H, D] -> [N, R, T, D], contiguous."""
-    count, _, width = x.shape
-    return x.view(count, heads, -1, width).permute(1, 2, 0, 3).contiguous()
+    return x.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def by_tokens(x: Tensor) -> Tensor:
