@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 PACKAGES = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 REQUIRED = "LONGSTRAW_REQUIRE_SLURM"  # set where the tests must run, as in CI
@@ -68,3 +69,57 @@ def slurm(cluster, monkeypatch):
 
     yield call
     subprocess.run(["scancel", "--quiet", f"--user={os.getuid()}"], timeout=30, check=False)
+
+
+FINDER = """
+import importlib.abc, importlib.util, os, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "longstraw.train":
+            return importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "loop.py"))
+
+sys.meta_path.insert(0, Finder())
+"""
+
+LOOP = """
+import signal, time
+from longstraw.record import append_row
+from longstraw.stop import Preempted, Stop
+
+def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks=None):
+    fate, kept = config.claim, run_dir / "kept"
+    first = int(kept.read_text()) if kept.exists() else 0
+    if fate == "deaf":
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(300)
+    if fate == "fails":
+        raise RuntimeError("the loop broke")
+    with Stop().listening() as stop:
+        for step in range(first, config.steps):
+            row = {"run_id": run_id, "step": step, "status": "ok", "loss": 0.25, "seconds": 1.0}
+            try:
+                time.sleep(0.05 if fate == "ends" else 1.0)
+                stop.check()
+            except Preempted as asked:
+                kept.write_text(str(step))
+                asked.told, asked.progressed = str(asked), step > first
+                append_row(run_dir, {**row, "status": "preempted", "error": asked.told}, attempt)
+                return asked
+            append_row(run_dir, {**row, "peak_allocated_bytes": 10**6, "prompt_positions": 1000,
+                                 "response_positions": 24}, attempt)
+"""
+
+
+@pytest.fixture
+def stand_in(slurm, tmp_path, monkeypatch):
+    """Put a loop of sleeps in the place of the training loop of jobs; return the folder to work in."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(FINDER)
+    (hook / "loop.py").write_text(LOOP)
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), str(ROOT)]))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
