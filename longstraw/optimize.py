@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,9 @@ class Optimizer:
         config: OptimizerConfig,
         parallel: Parallel | None = None,
         *,
-        note: Callable[[Tensor], object] = lambda gradient: None,
+        note: Callable[[str, Any], object] = lambda kind, tensors: None,
     ):
-        """``note`` is told of every gradient that is made."""
+        """``note`` is told of ``gradients`` as they are made, and of the ``optimizer``'s state after each step."""
         self.parameters, self.config, self.parallel, self._note = list(parameters), config, parallel, note
         self._sums: dict[int, Tensor] = {}  # by a parameter's id, this rank's part; those of narrow parameters
         for parameter in self.parameters:
@@ -87,9 +88,10 @@ class Optimizer:
             self._sums.pop(id(parameter), None)
             if gradient is not None:
                 gradient = gradient.to(updated.device, updated.dtype)
-                self._note(gradient)
+                self._note("gradients", gradient)
                 updated.grad = like(updated, gradient)
         self.optimizer.step()
+        self._note("optimizer", self.state())
         self.optimizer.zero_grad()
         if self.updated is not self.parameters:
             with torch.no_grad():
@@ -107,7 +109,7 @@ class Optimizer:
     def _made(self, parameter: Tensor) -> None:
         gradient = self._gradient(parameter)  # type: ignore[arg-type]
         if gradient is not None:
-            self._note(gradient)
+            self._note("gradients", gradient)
 
     def _add(self, parameter: Tensor) -> None:
         """Take a parameter's new gradient over into its sum."""
@@ -117,7 +119,7 @@ class Optimizer:
             self._sums[id(parameter)] += new
         else:
             self._sums[id(parameter)] = new.float()
-            self._note(self._sums[id(parameter)])
+            self._note("gradients", self._sums[id(parameter)])
         parameter.grad = None
 
 

@@ -7,7 +7,6 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,20 @@ class Trainer:
         reference = None
         if algorithm.kl_coef:
             with nullcontext() if self.reference is not None else adapters_off(self.model):
-                reference = score_fresh(self.reference or self.model, group, chunk=config.chunk, observer=self.watch)
+                reference = score_fresh(
+                    self.reference or self.model, group, chunk=config.chunk, state=config.state, observer=self.watch
+                )
         grad_from = gradient_start(
             group.prompt_positions - 1, config.chunk, config.prompt_grad, config.prompt_grad_window
         )
-        retained = prefill(self.model, group.prompt, chunk=config.chunk, grad_from=grad_from, observer=self.watch)
+        retained = prefill(
+            self.model,
+            group.prompt,
+            chunk=config.chunk,
+            grad_from=grad_from,
+            state=config.state,
+            observer=self.watch,
+        )
         old = old_policy_logprobs(self.model, retained, group, algorithm, observer=self.watch)
         self.shared = Shared(group, retained, old, reference)
         scored = sum(group.response_positions) * self._scorings()
@@ -143,7 +151,8 @@ class Trainer:
             return {"logprob_drift": 0.0, "loss_drift": 0.0}
         if not self.config.measure_drift:
             return {}
-        fresh = score_fresh(self.model, shared.group, chunk=self.config.chunk, observer=self.watch)
+        config = self.config
+        fresh = score_fresh(self.model, shared.group, chunk=config.chunk, state=config.state, observer=self.watch)
         masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
         differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
         drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean())}
@@ -169,9 +178,7 @@ class Trainer:
         """Take the optimizer's step, if all is finite; return the gradients' norm before clipping."""
         self.watch.note()
         with self.watch.verb("optimizer", 0):
-            norm = self.optimizer.update(loss)
-            self.tag_optimizer()
-        return norm
+            return self.optimizer.update(loss)
 
     def tag_optimizer(self) -> None:
         """Tell the meter which tensors are the optimizer's."""
@@ -221,6 +228,7 @@ class Trainer:
             "retained_bytes_by_kind": result.retained_bytes,
             "state_gradient_bytes": self.watch.most["state_gradient"],
             "snapshot_bytes": self.watch.most["snapshots"],
+            "host_bytes": peaks.host,
             "seconds_by_verb": dict(self.watch.seconds),
             "flops": flops if self.config.adapter.name == "none" else None,
             "recompute_difference": result.recompute_difference,
@@ -253,7 +261,7 @@ def build_trainer(config: RunConfig, watch: Watch) -> Trainer:
         watch.meter.tag("parameters", list(reference.parameters()))
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = Optimizer(parameters, config.optimizer, parallel, note=partial(watch.meter.tag, "gradients"))
+    optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
     return Trainer(config, model, task, watch, optimizer, reference, parallel)
 
 
@@ -287,14 +295,10 @@ def model_facts(trainer: Trainer) -> dict[str, Any]:
     """Return what the record says of the model in every row."""
     sizes = trainer.parallel.mesh.sizes if trainer.parallel is not None else Sizes(1, 1, 1)
     named = list(trainer.model.named_parameters())
-    dtype = trainer.config.model.dtype
     return {
         "parameters": sum(p.numel() for _, p in named),
         "trainable_parameters": sum(p.numel() for p in trainer.optimizer.parameters),
         "frozen": sorted({"indexer" if ".indexer." in n else "base" for n, p in named if not p.requires_grad}),
-        "dtype": dtype,
-        "state_dtype": dtype,
-        "state_device": trainer.config.hardware.backend,
         "cp": sizes.cp,
         "ep": sizes.ep,
         "dp": sizes.dp,
