@@ -187,11 +187,11 @@ def _row_gradient_kernel(
 
 def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
     """Attend each query to its rows; arguments and results as in ``reference``."""
-    check(q, *past, *new)
+    check(q)
     out = q.new_empty(*q.shape[:2], new[0].shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=inner_dtype(q))
     chosen, number = rows.new_empty(rows.shape, dtype=torch.int32), rows.new_empty(len(rows), dtype=torch.int32)
-    _forward(*(rowwise(x) for x in (q, *past, *new, rows)), chosen, number, out, lse, scale)
+    _forward(*(rowwise(x, q.dtype) for x in (q, *past, *new)), rowwise(rows), chosen, number, out, lse, scale)
     return out, lse
 
 
@@ -211,17 +211,18 @@ def attend_backward(
 
     Sums over queries are taken by atomic additions, in no fixed order, in float32.
     """
-    check(q, *past, *new, grad, out)
+    check(q)
     inner = inner_dtype(q)
     _check_buffers(past_grads, inner)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_new = [torch.zeros_like(part, dtype=inner, memory_format=torch.contiguous_format) for part in new]
     chosen, number = rows.new_empty(rows.shape, dtype=torch.int32), rows.new_empty(len(rows), dtype=torch.int32)
-    queries = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1))
+    queries = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
     kept = [q.new_empty(queries, rows.shape[1], q.shape[1]) for _ in range(2)]
     _backward(
-        *(rowwise(x) for x in (grad, q, *past, *new, rows)),
-        *(chosen, number, rowwise(out), lse.contiguous(), grad_q, *grad_new, *past_grads, *kept, scale),
+        *(rowwise(x, q.dtype) for x in (grad, q, *past, *new)),
+        *(rowwise(rows), chosen, number, rowwise(out, q.dtype), lse.contiguous()),
+        *(grad_q, *grad_new, *past_grads, *kept, scale),
     )
     return grad_q, grad_new[0].to(new[0].dtype), grad_new[1].to(new[1].dtype)
 

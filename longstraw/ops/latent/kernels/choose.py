@@ -111,7 +111,7 @@ def best_rows(
     q: Tensor, weights: Tensor, parts: Sequence[tuple[Tensor, Tensor]], queried: Tensor, count: int, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return scores and positions of the ``count`` best rows of each query; arguments, order as in ``reference``."""
-    check(q, *(key for key, _ in parts))
+    check(q)
     if count > MOST:
         raise ValueError(f"count={count} rows a query: the kernel takes 1 to {MOST}; backend=reference any")
     best = q.new_full((len(q), count), -torch.inf, dtype=inner_dtype(q))
@@ -122,7 +122,7 @@ def best_rows(
     q, weights = rowwise(q), rowwise(weights)
     for key, positions in parts:  # a query sees the first rows of a part
         seen = torch.searchsorted(positions, queried, right=True, out_int32=True)
-        _best_rows(q, weights, rowwise(key), positions, seen, scores, best, rows, scale)
+        _best_rows(q, weights, rowwise(key, q.dtype), positions, seen, scores, best, rows, scale)
     return best, rows
 
 

@@ -29,22 +29,23 @@ def store(pointers, values, rows, columns, WIDTH: tl.constexpr, BLOCK: tl.conste
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
 
 
-def check(*tensors: Tensor) -> None:
-    """Raise TypeError unless all have one dtype that the kernels take."""
-    dtypes = {x.dtype for x in tensors}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        raise TypeError(
-            f"the CUDA kernels of latent attention take one of {', '.join(map(str, DTYPES))} for all tensors, not "
-            f"{', '.join(sorted(map(str, dtypes)))}; backend=reference takes any"
-        )
+def check(q: Tensor) -> None:
+    """Raise TypeError unless ``q`` has a dtype that the kernels take."""
+    if q.dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
+        raise TypeError(f"the CUDA kernels of latent attention take queries in {names}, not {q.dtype}")
 
 
 def inner_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rowwise(x: Tensor) -> Tensor:
-    """Return ``x`` with its last dimension contiguous, as the kernels read it."""
+def rowwise(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``x`` as the kernels read it: its last dimension contiguous, in ``dtype`` (None: its own).
+
+    Retained rows may be kept in another dtype than queries have; then a layer's are copied.
+    """
+    x = x if dtype is None else x.to(dtype)
     return x if x.stride(-1) == 1 or not x.numel() else x.contiguous()
 
 
