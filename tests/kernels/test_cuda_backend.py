@@ -5,6 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longstraw.memory import MemoryMeter
+from longstraw.ops import choose_ops
+from longstraw.ops.attention import attend
+
+pytest.importorskip("triton")
+from longstraw.ops.attention import kernels as flash
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,3 +57,35 @@ def test_what_is_not_installed_is_named(missing, code, words):
     )
     assert done.returncode == code, done.stderr
     assert done.stderr.count(words) == 1
+
+
+def test_attention_on_fake_tensors():
+    with FakeTensorMode():
+        q, grad = (torch.empty(70, 6, 64, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.empty(70, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+        retained = [torch.empty(100, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+        buffers = [torch.empty(100, 2, 64) for _ in range(2)]
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, *retained, *buffers, scale=0.1, parts=choose_ops("cuda").attention)
+        gradients = torch.autograd.grad(out, leaves, grad)
+    assert [(x.shape, x.dtype) for x in (out, *gradients)] == [(x.shape, x.dtype) for x in (q, *leaves)]
+
+
+def test_what_flash_takes_inside_is_counted():
+    """Six query heads share a key head: PyTorch makes a key and a value gradient for each of them."""
+    inside = flash._flash_backward_bytes(1, 6, 256, 256, 64, 2)
+    copies, sums, expanded = 2 * 6 * 256 * 64 * 2, 6 * 256 * (64 + 1) * 4, 2 * 6 * 256 * 64 * 2
+    assert inside == copies + sums + expanded
+    with FakeTensorMode(), MemoryMeter(rounding=1) as meter:
+        q, k = torch.empty(1, 6, 256, 64, dtype=torch.bfloat16), torch.empty(256, 1, 64, dtype=torch.bfloat16)
+        before = meter.tag("inputs", [q, k])
+        lse = torch.empty(1, 6, 256)
+        flash.part_backward(q, q, k, k, q, lse, causal=True, scale=1.0)
+    results, unused = 2 * (q.numel() + 2 * k.numel()), 16
+    assert meter.peak == before + lse.nbytes + inside + results + unused
+
+
+def test_a_causal_part_is_square():
+    q, k = torch.empty(1, 1, 4, 16, dtype=torch.bfloat16), torch.empty(5, 1, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="as many queries as rows, not 4 and 5"):
+        flash.part_forward(q, k, k, causal=True, scale=1.0)
