@@ -362,8 +362,15 @@ def from_composed(composed: Any) -> RunConfig:
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
         if config.model.rope_scaling.factor != 1:
             kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's
-        config.model = read_model_config(config.model.checkpoint, **kept)
+        config.model = read_model_config(config.model.checkpoint, **_typed_sizes(values["model"]), **kept)
     return config
+
+
+def _typed_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a composed model that are not as its file in ``conf/model`` has them: a cut, an epsilon."""
+    listed = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
+    others = ("checkpoint", "dtype", "rope_angles", "chunk", "response_length", "rope_scaling")
+    return {key: value for key, value in model.items() if key not in others and value != listed[key]}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

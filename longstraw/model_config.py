@@ -17,8 +17,6 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 DTYPES = ("float64", "float32", "bfloat16")
-
-
 INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
 
 
@@ -54,12 +52,17 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         at_least("model.rope_scaling.factor", self.factor, 1)
+        if math.isinf(self.factor):
+            raise ConfigError("model.rope_scaling.factor=inf must be finite")
         at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
 
     @property
     def attention(self) -> float:
         """What cos and sin are multiplied by; a product of query and key by its square."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+
+_MAY_BE_0 = ("first_k_dense_replace", "index_skip_topk_offset")
 
 
 @dataclass
@@ -85,6 +88,10 @@ class ModelConfig:
     default_adapter: str = "none"  # what adapter=auto stands for
 
     def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if type(value) is int:
+                at_least(f"model.{key}", value, 0 if key in _MAY_BE_0 else 1)
+        at_least("model.rope_theta", self.rope_theta, 1)
         choose("model.dtype", self.dtype, DTYPES)
         choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
         if self.rope_scaling.factor != 1 and self.rope_scaling.original_max_position_embeddings is None:
@@ -198,7 +205,6 @@ class Glm52Config(ModelConfig):
             )
         if self.indexer_types[0] != "full":
             raise ConfigError("model.indexer_types[0]='shared': the first layer has no rows to take over; use 'full'")
-        at_least("model.index_topk", self.index_topk, 1)
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ConfigError(
                 f"model.num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts="
@@ -291,19 +297,44 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; a checkpoint is a folder in transformers' format")
-    text = json.loads(path.read_text())
-    text = text.get("text_config", text)
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON: {error}") from None
+    text = _object(path, "the content", content)
+    text = _object(path, "text_config", text.get("text_config") or text)
     text.setdefault("dtype", text.get("torch_dtype"))  # its name before transformers 5
-    architecture = _MODEL_TYPES.get(text.get("model_type"))
+    architecture = _MODEL_TYPES.get(str(text.get("model_type")))
     if architecture is None:
         raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of {', '.join(_MODEL_TYPES)}")
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    rope = _object(path, key, text.get(key) or {})
     known = {f.name for f in fields(ARCHITECTURES[architecture])}
     values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
     _check_supported(path, text)
     values |= {"rope_scaling": _rope_scaling(path, text, rope)}
     values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
-    return _model_config(values, overrides)
+    try:
+        config = _model_config(values, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _check_layers(path, text, config)
+    return config
+
+
+def _object(path: Path, key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: {key} is no JSON object but {value!r}")
+    return value
+
+
+def _check_layers(path: Path, text: Mapping[str, Any], config: ModelConfig) -> None:
+    """Refuse another order of layers than ``full_attention_interval`` gives."""
+    theirs = text.get("layer_types")
+    if isinstance(config, Qwen36Config) and theirs is not None:
+        ours, every = config.layer_types, config.full_attention_interval
+        if theirs[: len(ours)] != ours[: len(theirs)]:
+            raise ConfigError(f"{path}: layer_types must be full_attention in every {every}th, linear_attention else")
 
 
 def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
@@ -311,6 +342,7 @@ def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
+        "attn_output_gate": (True, None),
         "tie_word_embeddings": (False, None),
         "mlp_bias": (False, None),
         "rope_interleave": (True, None),
@@ -334,8 +366,12 @@ def _rope_scaling(path: Path, text: Mapping[str, Any], rope: Mapping[str, Any]) 
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ConfigError(f"{path}: YaRN with mscale is not supported, only with attention_factor or without both")
     given = {f.name: rope[f.name] for f in fields(RopeScaling) if rope.get(f.name) is not None}
-    original = given.setdefault("original_max_position_embeddings", text["max_position_embeddings"])
-    given.setdefault("factor", text["max_position_embeddings"] / original)
+    longest = text.get("max_position_embeddings")
+    original = given.setdefault("original_max_position_embeddings", longest)
+    if "factor" not in given:
+        if not (isinstance(longest, int) and isinstance(original, int) and original > 0):
+            raise ConfigError(f"{path}: YaRN without a factor, and no lengths that give it")
+        given["factor"] = longest / original
     return given
 
 

@@ -128,6 +128,8 @@ def _names(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         with _reading(folder / INDEX):
             listed = json.loads((folder / INDEX).read_text())["weight_map"]
+            if not all(isinstance(file, str) for file in listed.values()):
+                raise ValueError("weight_map names no files")
         if absent := sorted({file for file in listed.values() if not (folder / file).is_file()}):
             raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {_first(absent)}")
         return {name: folder / file for name, file in listed.items()}
@@ -146,7 +148,7 @@ def _names(folder: Path) -> dict[str, Path]:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: cannot be read, it may have broken off: {error}") from error

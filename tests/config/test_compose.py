@@ -129,6 +129,8 @@ def test_a_checkpoints_own_sizes_hold(tmp_path):
     assert (config.model.dtype, config.chunk, config.response_length) == ("float64", 128, 128)
     assert config.model.checkpoint == str(tmp_path)
     assert from_dict(to_dict(config)) == config
+    cut = composed("model=qwen3_6_tiny", f"model.checkpoint={tmp_path}", "model.num_hidden_layers=2")
+    assert (cut.model.num_hidden_layers, cut.model.hidden_size) == (2, 96)  # what is typed stands before both
 
 
 @pytest.mark.parametrize(

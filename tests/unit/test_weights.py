@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import re
 import weakref
 
 import pytest
@@ -167,7 +168,7 @@ def test_broken_folders_say_what_is_wrong(tmp_path):
     (folder / weights.INDEX).write_text('{"weight_map": {"lm_head.weight": "absent.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"absent\.safetensors"):
         load_model(folder)
-    for broken in ("{", "{}"):
+    for broken in ("{", "{}", "[]", '{"weight_map": ["lm_head.weight"]}', '{"weight_map": {"lm_head.weight": 3}}'):
         (folder / weights.INDEX).write_text(broken)
         with pytest.raises(CheckpointError, match="cannot be read"):
             load_model(folder)
@@ -287,7 +288,14 @@ def test_dtype_is_kept_or_cast_and_buffers_stay_wide(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("tie_word_embeddings", True), ("hidden_act", "gelu"), ("model_type", "llama")]
+    ("key", "value"),
+    [
+        ("tie_word_embeddings", True),
+        ("hidden_act", "gelu"),
+        ("model_type", "llama"),
+        ("attn_output_gate", False),
+        ("layer_types", ["full_attention"] * 4),
+    ],
 )
 def test_what_would_compute_something_else_is_refused(tmp_path, key, value):
     _, folder = saved(tmp_path)
@@ -295,6 +303,51 @@ def test_what_would_compute_something_else_is_refused(tmp_path, key, value):
     (folder / "config.json").write_text(json.dumps(content | {key: value}))
     with pytest.raises(ConfigError, match=key):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"num_hidden_layers": -4}, "num_hidden_layers=-4 must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be at least 1"),
+        ({"hidden_size": None}, "hidden_size has no value"),
+        ({"hidden_size": "wide"}, "wide"),
+        ({"dtype": "float16"}, "dtype='float16' is not one of"),
+        ({"rope_parameters": None}, "rope_theta has no value"),
+        ({"rope_parameters": [1]}, "rope_parameters is no JSON object"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0.0 must be at least 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7, "factor": float("inf")}}, "must be finite"),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, "without a factor"),
+        ({"text_config": [1]}, "text_config is no JSON object"),
+    ],
+)
+def test_a_config_that_means_no_model_is_refused_by_its_path(tmp_path, change, said):
+    _, folder = saved(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as refused:
+        load_model(folder)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", ""])
+def test_a_config_that_is_no_object_is_refused_by_its_path(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "config.json"))):
+        load_model(tmp_path)
+
+
+def test_a_dtype_that_is_asked_for_stands_before_the_file(tmp_path):
+    """Also before one that is none of ours."""
+    model, folder = saved(tmp_path)
+    rewrite(folder, lambda tensors: {name: tensor.half() for name, tensor in tensors.items()})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16"}))
+    loaded = load_model(folder, dtype="float32")
+    assert loaded.config.dtype == "float32"
+    halves = (p.half().float() for p in model.parameters())
+    assert all(torch.equal(p, half) for p, half in zip(loaded.parameters(), halves, strict=True))
 
 
 # writing
