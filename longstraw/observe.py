@@ -53,7 +53,7 @@ class Peaks:
 
     def start(self) -> None:
         self.meter.reset_peak()
-        self.peak, self.verb = 0, ""
+        self.peak, self.verb, self.host = 0, "", 0
         self.by_kind: dict[str, int] = {}
         self.by_verb: dict[str, int] = {}
 
@@ -64,6 +64,7 @@ class Peaks:
         if self.meter.peak > self.peak:
             self.peak, self.verb = self.meter.peak, self.meter.peak_verb
             self.by_kind = self.meter.peak_bytes_by_kind
+        self.host = max(self.meter.host_peak, self.host)
 
 
 class Watch(Observer):
@@ -73,7 +74,7 @@ class Watch(Observer):
         self.meter, self.progress, self.peaks = meter, progress, Peaks(meter)
         self.stop = stop or Stop()
         self.seconds: dict[str, float] = {}
-        self.most: dict[str, int] = {}  # the most bytes that a kind held at the ends of chunks and branches
+        self.most: dict[str, int] = {}  # the most bytes of a kind, host memory too, at the ends of chunks and branches
 
     def start(self) -> None:
         """Begin a step: clocks at zero, peaks from what is held now."""
@@ -102,8 +103,9 @@ class Watch(Observer):
 
     def note(self) -> None:
         """Note what each kind holds now, if it is more than before."""
+        on_host = self.meter.host_bytes_by_kind()
         for kind, size in self.meter.bytes_by_kind().items():
-            self.most[kind] = max(size, self.most.get(kind, 0))
+            self.most[kind] = max(size + on_host[kind], self.most.get(kind, 0))
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -62,7 +62,8 @@ KEYS = _keys("""
     data                           str    name of the task
     dtype                          str    of parameters and activations
     state_dtype                    str    of the retained rows
-    state_device                   str    where the retained state lies
+    state_gradient_dtype           str    of the gradient that the retained rows are owed
+    state_device                   str    where the retained rows and their gradient lie
     rope_scaling                   dict   how angles are scaled beyond the native length
     past_native_length             bool   whether context is beyond what the model was made or scaled for
     hardware                       str    name of the hardware's configuration
@@ -105,9 +106,9 @@ KEYS = _keys("""
     optimizer_bytes                int    the optimizer's state
     retained_bytes                 int    what is kept of the prompt for the branches
     retained_bytes_by_kind         dict   the same by kind of state
-    state_gradient_bytes           int    gradient buffers of the retained state
+    state_gradient_bytes           int    gradient buffers of the retained state, in host memory too
     snapshot_bytes                 int    states at chunk borders, kept for the prompt backward
-    host_bytes                     int    retained in host memory
+    host_bytes                     int    in host memory beside the device's, at most: rows, their gradient
     bytes_sent_by_collective       dict   sent by one rank, by collective operation
     seconds                        float  the whole step
     seconds_by_verb                dict   prefill, sample, score, replay, prompt_backward, optimizer
@@ -221,6 +222,10 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "algorithm": config.algorithm.name,
         "data": config.data.name,
         "dtype": config.model.dtype,
+        "state_dtype": config.state.dtype or config.model.dtype,
+        "state_gradient_dtype": config.state.gradient_dtype
+        or ("float64" if config.model.dtype == "float64" else "float32"),
+        "state_device": config.state.device or config.hardware.backend,
         "rope_scaling": None if config.model.rope_scaling.factor == 1 else plain(vars(config.model.rope_scaling)),
         "past_native_length": config.context > config.model.longest_position,
         "hardware": config.hardware.name,

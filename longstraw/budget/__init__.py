@@ -32,6 +32,7 @@ class Prediction:
     verb: str
     by_kind: dict[str, int]  # at the peak; the kinds of ``memory.KINDS``
     by_verb: dict[str, int]
+    host: int = 0  # the most bytes in host memory beside the device's
 
 
 def predict(
@@ -54,44 +55,52 @@ def predict(
     state, activations = _model_terms(config.model, lengths)
     trained, frozen = trained_shapes(config)
     sizes = [rounded(prod(shape) * item) for shape, item in trained]
+    wide = [rounded(prod(shape) * gradient_item(config, item)) for shape, item in trained]
     optimizer = optimizer_bytes(config, sizes)
     inputs = rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN)
-    carried = state.carried(lengths)
+    carried, rows, row_gradients = state.carried(lengths), state.rows(lengths), state.row_gradients(lengths)
+    host = rows + row_gradients if lengths.on_host else 0
+    if lengths.on_host:
+        rows = row_gradients = 0
     models = 2 if config.algorithm.kl_coef and config.adapter.name == "none" else 1  # the reference is another model
 
     def held_with(verb_activations: int, snapshots: int = 0, more: dict[str, int] | None = None) -> dict[str, int]:
         kinds = dict.fromkeys(KINDS, 0) | {"parameters": models * (frozen + sum(sizes)), "inputs": inputs}
-        kinds |= {"optimizer": optimizer if held else 0, "retained": state.rows(lengths) + carried}
+        kinds |= {"optimizer": optimizer if held else 0, "retained": rows + carried}
         kinds |= {"activations": verb_activations, "snapshots": snapshots * carried}
         return kinds | (more or {})
 
     left = results_bytes(lengths)
-    owed = state.row_gradients(lengths) + state.carried_gradients(lengths)
-    learning = {"gradients": sum(sizes), "state_gradient": owed}
+    owed = row_gradients + state.carried_gradients(lengths)
+    learning = {"gradients": sum(wide), "state_gradient": owed}
     # the update meets the state as the verbs before left it; a prompt backward has spent all but the first border
-    after = {"optimizer": optimizer, "state_gradient": state.row_gradients(lengths)}
+    after = {"optimizer": optimizer, "state_gradient": row_gradients}
     if lengths.grad_from is not None:
-        after |= {"retained": state.rows(lengths), "snapshots": carried}
+        after |= {"retained": rows, "snapshots": carried}
     moments = {
         "prefill": [
             held_with(activations.prefill(start, count), lengths.snapshots_before(start))
             for start, count in (lengths.chunks(0) if prefilled else ())
         ],
         "replay": [held_with(activations.replay() + left, lengths.snapshots, learning)],
-        "optimizer": [held_with(clipping_bytes(len(sizes)) + left, 0, learning | after)],
+        "optimizer": [
+            held_with(clipping_bytes(len(sizes)) + left, 0, learning | after | {"optimizer": optimizer if held else 0}),
+            held_with(clipping_bytes(len(sizes)) + left, 0, learning | after | {"gradients": sum(sizes)}),
+        ],
     }
     if prefilled and (config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef):
         own = config.algorithm.old_logprobs == "score"  # a reference's state has no snapshots
         moments["score"] = [held_with(activations.score() + left, lengths.snapshots if own else 0)]
     if lengths.grad_from is not None:
-        spent = learning | {"retained": state.rows(lengths)}  # the final summaries are not needed any more
+        spent = learning | {"retained": rows}  # the final summaries are not needed any more
         moments["prompt_backward"] = [
             held_with(activations.prompt_backward(start, count) + left, lengths.snapshots_before(start) + 1, spent)
             for start, count in lengths.chunks(lengths.grad_from)
         ]
     highest = {verb: max(kinds, key=total) for verb, kinds in moments.items() if kinds}
     verb = max(highest, key=lambda name: total(highest[name]))
-    return Prediction(total(highest[verb]), verb, highest[verb], {name: total(x) for name, x in highest.items()})
+    by_verb = {name: total(kinds) for name, kinds in highest.items()}
+    return Prediction(total(highest[verb]), verb, highest[verb], by_verb, host)
 
 
 def total(kinds: dict[str, int]) -> int:
@@ -102,8 +111,20 @@ def total(kinds: dict[str, int]) -> int:
 def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengths:
     retained, window, item = prompt - 1, config.prompt_grad_window, ITEM[config.model.dtype]
     grad_from = gradient_start(retained, config.chunk, config.prompt_grad, window)
-    head = config.adapter.name == "none" or bool(_adapted(config, ["lm_head.weight"]))
-    return Lengths(retained, response, group, config.chunk, grad_from, item, max(item, ITEM["float32"]), head)
+    inner, kept = max(item, ITEM["float32"]), config.state
+    return Lengths(
+        retained,
+        response,
+        group,
+        config.chunk,
+        grad_from,
+        item,
+        inner,
+        row_item=item if kept.dtype is None else ITEM[kept.dtype],
+        row_gradient_item=inner if kept.gradient_dtype is None else ITEM[kept.gradient_dtype],
+        on_host=kept.device == "cpu",
+        head_trained=config.adapter.name == "none" or bool(_adapted(config, ["lm_head.weight"])),
+    )
 
 
 def _model_terms(model: ModelConfig, lengths: Lengths) -> tuple[StateShapes, qwen3_6.Activations | glm_5_2.Activations]:
@@ -154,6 +175,11 @@ def _adapted(config: RunConfig, names: Sequence[str]) -> list[str]:
         for name in names
         if FROZEN not in name and any(f".{name.removesuffix('.weight')}".endswith(f".{target}") for target in targets)
     ]
+
+
+def gradient_item(config: RunConfig, item: int) -> int:
+    """Return the bytes of a number that gradients of parameters with ``item`` bytes add up in."""
+    return max(item, ITEM["float32"]) if config.optimizer.gradient_dtype == "float32" else item
 
 
 def optimizer_bytes(config: RunConfig, sizes: list[int]) -> int:

@@ -146,6 +146,34 @@ class Activations:
         kept = count * chosen * (f + INDEX) + (past + count) * INDEX
         return max(scores, own + order) + query + kept
 
+    # Retained rows, a layer at a time
+
+    def _row(self, layer: int) -> int:
+        """Values a position of what ``layer`` retains."""
+        model = self.model
+        learnt = model.kv_lora_rank + model.qk_rope_head_dim
+        return learnt + (model.index_head_dim if _indexes(model, layer) else 0)
+
+    def _staged(self, past: int, *layers: int) -> int:
+        """All rows of those of ``layers`` that there are, brought from host memory."""
+        if not self.lengths.on_host:
+            return 0
+        values = sum(self._row(layer) for layer in layers if 0 <= layer < self.model.num_hidden_layers)
+        return past * values * self.lengths.row_item
+
+    def _cast_rows(self, past: int, values: int) -> int:
+        """``values`` a position of retained rows in the model's dtype where they are kept in another."""
+        return 0 if self.lengths.row_item == self.lengths.item else past * values * self.lengths.item
+
+    def _read(self, past: int) -> int:
+        """Latents and rotary keys as attention reads them."""
+        return self._cast_rows(past, self.model.kv_lora_rank + self.model.qk_rope_head_dim)
+
+    def _added_into(self, past: int) -> int:
+        """What the gradients of retained rows are added into where that is not their buffer."""
+        values = self.model.kv_lora_rank + self.model.qk_rope_head_dim
+        return self.lengths.graded_before(past) * values * self.lengths.added_item
+
     # What a block saves for its backward, bytes a position
 
     def _norm(self, width: int) -> int:
@@ -201,10 +229,12 @@ class Activations:
         model, w = self.model, self.lengths.item
         residual = 2 * model.hidden_size * w
         mixer = count * (residual + model.q_lora_rank * w + self.latents)
-        choice = mixer + self.select(count, past)
+        staged = max((self._staged(past, i, i + 1) for i in range(layers)), default=0)
+        choice = mixer + self.select(count, past) + self._cast_rows(past, model.index_head_dim) + staged
         rows = count * self._chosen(count, past) * INDEX
         attend = mixer + rows + count * (self.queries + self.outputs) + self.attend(count, past, backward=False)
-        mlp = count * (5 * model.hidden_size + 3 * model.intermediate_size) * w
+        attend += self._read(past) + staged
+        mlp = count * (5 * model.hidden_size + 3 * model.intermediate_size) * w + staged
         choosing = max((i + 1 for i in range(layers) if _indexes(model, i)), default=0)
         return max(choice + self._added(count, choosing), max(attend, mlp) + self._added(count, layers))
 
@@ -212,6 +242,7 @@ class Activations:
         model, f, w = self.model, self.lengths.inner, self.lengths.item
         rows, columns = min(count, POSITION_TILE), min(model.vocab_size, VOCABULARY_TILE)
         tiles = 2 * rows * columns * f + columns * model.hidden_size * self.cast
+        tiles += self._staged(self.lengths.retained, model.num_hidden_layers - 1)
         if not backward:
             return tiles + count * 2 * model.hidden_size * w
         head = model.vocab_size if self.lengths.head_trained else 0
@@ -227,16 +258,20 @@ class Activations:
             before = self._inputs(count, past, layer) + count * (self._norm(model.hidden_size) + model.hidden_size * w)
             mixer = before + count * (self.queries + self.latents + self.outputs)
             rows = count * self._chosen(count, past) * INDEX
+            staged = self._staged(past, layer, layer - 1)
             if _indexes(model, layer):
-                moments.append(before + count * (model.q_lora_rank * w + self.latents) + self.select(count, past))
+                choice = self.select(count, past) + self._cast_rows(past, model.index_head_dim)
+                moments.append(before + count * (model.q_lora_rank * w + self.latents) + choice + staged)
             sparse = _sparse(model, layer)
             inner = model.moe_intermediate_size * model.n_shared_experts if sparse else model.intermediate_size
-            moments.append(mixer + rows + count * (self.feedforward(sparse) + 2 * inner * w + model.hidden_size * w))
+            saved = count * (self.feedforward(sparse) + 2 * inner * w + model.hidden_size * w)
+            moments.append(mixer + rows + saved + staged)
             given = count * model.num_attention_heads * (model.kv_lora_rank - model.v_head_dim) * w  # values are gone
             grads = count * (
                 model.num_attention_heads * (model.kv_lora_rank + model.qk_rope_head_dim) + model.hidden_size
             )
-            moments.append(mixer + rows + given + grads * w + self.attend(count, past, backward=True))
+            attend = self.attend(count, past, backward=True) + self._read(past) + self._added_into(past)
+            moments.append(mixer + rows + given + grads * w + attend + staged)
         return max(moments)
 
     def prefill(self, start: int, count: int) -> int:
@@ -255,5 +290,7 @@ class Activations:
 
     def prompt_backward(self, start: int, count: int) -> int:
         """Return the most that a chunk evaluated again holds: all it adds to the state lives as long as its graph."""
-        layers = self.model.num_hidden_layers
-        return self._backward(count, start, layers - 1) + self._added(count, layers)
+        model, layers = self.model, self.model.num_hidden_layers
+        learnt = count * layers * (model.kv_lora_rank + model.qk_rope_head_dim)
+        owed = self._added(count, layers) + self.lengths.owed(learnt)
+        return self._backward(count, start, layers - 1) + owed

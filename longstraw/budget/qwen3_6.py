@@ -255,8 +255,21 @@ class Activations:
         return max(moments) + updates
 
     def row_casts(self, past: int) -> int:
-        """Keys and values of a tile of retained rows in the inner dtype."""
-        return min(past, ROW_TILE) * 2 * self.keys * self.cast
+        """Keys and values of a tile of retained rows in the inner dtype; from host memory, those of the next tile too.
+
+        As they come they stay only where they need no cast.
+        """
+        cast = 0 if self.lengths.row_item == self.f else self.f
+        tile = min(past, ROW_TILE)
+        coming = min(past, 2 * ROW_TILE) - (tile if cast else 0) if self.lengths.on_host else 0
+        return 2 * self.keys * (tile * cast + coming * self.lengths.row_item)
+
+    def added(self, past: int) -> int:
+        """What the gradients of a tile of retained rows are added into where that is not their buffer."""
+        graded = self.lengths.graded_before(past)
+        tile = min(graded, ROW_TILE)
+        coming = min(graded, 2 * ROW_TILE) - tile if self.lengths.on_host else 0
+        return 2 * self.keys * (tile * self.lengths.added_item + coming * self.lengths.row_gradient_item)
 
     def head(self, count: int) -> int:
         """Log-probabilities without a graph: a tile of logits, twice, the tile's weights where they are cast."""
@@ -314,7 +327,7 @@ class Activations:
         """Queries, output and their gradients by heads; a tile of retained rows and its gradient."""
         saved = self.norm + self.attention_saved - 2 * self.queries * self.w
         gradients = self.queries * (2 * self.w + 5 * self.f) + 2 * self.keys * self.f + self.d * self.w
-        tile = min(past, ROW_TILE) * 2 * self.keys * (self.f + self.cast)
+        tile = min(past, ROW_TILE) * 2 * self.keys * self.f + self.row_casts(past) + self.added(past)
         return count * (saved + gradients) + tile
 
     # Verbs
@@ -346,5 +359,5 @@ class Activations:
 
     def prompt_backward(self, start: int, count: int) -> int:
         """Return the most that a chunk evaluated again holds: all it adds to the state lives as long as its graph."""
-        owed = count * self.rows + self.carried
+        owed = count * self.rows + self.carried + self.lengths.owed(count * self.rows // self.w)
         return self.block_backward(count, start, last=False) + owed

@@ -34,12 +34,33 @@ class Lengths:
     grad_from: int | None  # the first retained position with a gradient; None: none has one
     item: int  # bytes of a number in the model's dtype
     inner: int  # in the inner dtype, at least float32
+    row_item: int  # of retained rows
+    row_gradient_item: int  # of the gradient they are owed
+    on_host: bool  # whether both lie in host memory
     head_trained: bool = True  # whether the head's weight gets a gradient
 
     @property
     def graded(self) -> int:
         """Prompt positions that the prompt backward evaluates again."""
-        return 0 if self.grad_from is None else self.retained - self.grad_from
+        return self.graded_before(self.retained)
+
+    def graded_before(self, end: int) -> int:
+        """Return those of them before position ``end``."""
+        return 0 if self.grad_from is None else max(end - self.grad_from, 0)
+
+    def owed(self, values: int) -> int:
+        """Bytes of ``values`` of a chunk's row gradients as its backward begins: brought from host memory, and widened.
+
+        In the model's dtype all of them are made at once where they are kept in a narrower one.
+        """
+        brought = self.row_gradient_item if self.on_host else 0
+        return values * (brought + (self.item if self.row_gradient_item < self.item else 0))
+
+    @property
+    def added_item(self) -> int:
+        """Bytes of a number that a row's gradient is added into on the device; 0 where that is the buffer itself."""
+        narrow = self.row_gradient_item < ITEM["float32"]
+        return max(self.row_gradient_item, ITEM["float32"]) if self.on_host or narrow else 0
 
     def chunks(self, first: int) -> list[tuple[int, int]]:
         """Return the chunks from position ``first`` on that may hold the most: the last whole one, and a shorter rest.
@@ -72,7 +93,7 @@ class StateShapes:
     def rows(self, lengths: Lengths) -> int:
         """Return the bytes of all rows."""
         every = self.learnt_rows + self.frozen_rows
-        return tensors([(lengths.retained, *row) for row in every], lengths.item)
+        return tensors([(lengths.retained, *row) for row in every], lengths.row_item)
 
     def carried(self, lengths: Lengths) -> int:
         """Return the bytes of the summaries of one chunk border."""
@@ -82,7 +103,7 @@ class StateShapes:
         """Return the bytes of the rows' gradient buffers."""
         if not lengths.graded:
             return 0
-        return tensors([(lengths.graded, *row) for row in self.learnt_rows], lengths.inner)
+        return tensors([(lengths.graded, *row) for row in self.learnt_rows], lengths.row_gradient_item)
 
     def carried_gradients(self, lengths: Lengths) -> int:
         """Return the bytes of the gradient of the summaries of one border."""
