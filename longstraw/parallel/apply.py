@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longstraw.config import ConfigError
 from longstraw.layers.feedforward import Experts
 from longstraw.models.decoder import Decoder
+from longstraw.parallel.collectives import labelled
 from longstraw.parallel.context import ContextParallel
 from longstraw.parallel.expert import ExpertGroup
 from longstraw.parallel.mesh import Mesh
@@ -38,7 +39,8 @@ class Parallel:
             if gradient is None:
                 continue
             if id(parameter) in self.replicated:
-                dist.all_reduce(gradient, group=self.replicated[id(parameter)])
+                with labelled("gradients"):
+                    dist.all_reduce(gradient, group=self.replicated[id(parameter)])
             if self.mesh.sizes.dp > 1:
                 gradient /= self.mesh.sizes.dp
 
@@ -64,7 +66,7 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
     ops = model.ops._replace(context=context)
     for module in model.modules():
         if hasattr(module, "ops"):
-            module.ops = ops
+            module.ops = ops  # type: ignore[assignment]
     model.split, model.agree = group.split, mesh.agree
     stays: set[nn.Parameter] = set()
     for name in VOCABULARY:

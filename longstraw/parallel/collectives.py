@@ -19,7 +19,11 @@ from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
 
-_label = "other"
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in PyTorch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+UNLABELLED = "other"
+_label = UNLABELLED
 
 
 @contextmanager
@@ -57,14 +61,14 @@ class Group:
         """Return [n, ...] of all ranks from this rank's ``x`` [t, ...]."""
         longest = self._longest(count)
         gathered = x.new_empty(self.size * longest, *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, _padded(x, longest), group=self.group)
+        _all_gather(gathered, _padded(x, longest), group=self.group)
         return self._closed(gathered, count)
 
     def reduce_scatter(self, x: Tensor, count: int) -> Tensor:
         """Return this rank's [t, ...] of the sum of all ranks' ``x`` [n, ...]."""
         longest, own = self._longest(count), self.split(count)
         reduced = x.new_empty(longest, *x.shape[1:])
-        dist.reduce_scatter_tensor(reduced, self._opened(x, count), group=self.group)
+        _reduce_scatter(reduced, self._opened(x, count), group=self.group)
         return reduced[: own.stop - own.start]
 
     def gather_heads(self, x: Tensor, count: int) -> Tensor:
@@ -86,7 +90,7 @@ class Group:
     def stack(self, x: Tensor) -> Tensor:
         """Return [W, ...]: every rank's ``x``, which has the same shape everywhere."""
         gathered = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1) if x.dim() else gathered, x.contiguous(), group=self.group)
+        _all_gather(gathered.flatten(0, 1) if x.dim() else gathered, x.contiguous(), group=self.group)
         return gathered
 
     def _longest(self, count: int) -> int:

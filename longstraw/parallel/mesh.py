@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longstraw.parallel.collectives import Group
+from longstraw.parallel.collectives import Group, labelled
 from longstraw.parallel.sizes import Sizes
 
 
@@ -42,7 +42,8 @@ class Mesh:
         if self.sizes.dp == 1:
             return count
         most = torch.tensor(count, device=self.world.device_type)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
+        with labelled("rounds"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
         return int(most)
 
     def gather(self, value: Any) -> list[Any]:

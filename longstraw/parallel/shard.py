@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from longstraw.parallel.collectives import labelled
+
 
 def keep_rows(module: nn.Module, names: Iterable[str], mesh: DeviceMesh) -> None:
     """Let this rank keep only its rows of ``module``'s parameters ``names``, as ``torch.chunk`` cuts them."""
@@ -56,7 +58,8 @@ def total_norm(gradients: Iterable[tuple[Tensor, float]], device: torch.device) 
     ]
     total = torch.stack(norms).square_().sum() if norms else torch.zeros((), device=device)
     if dist.is_initialized():
-        dist.all_reduce(total)
+        with labelled("norm"):
+            dist.all_reduce(total)
     return total.sqrt_()
 
 

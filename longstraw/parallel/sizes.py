@@ -52,10 +52,10 @@ def rank_sizes(model: ModelConfig, hardware: HardwareConfig) -> Sizes:
     if ep is None:
         ep = max(n for n in _divisors(world) if experts % n == 0)
     if world % ep or experts % ep:
-        works = ", ".join(str(n) for n in _divisors(world) if experts % n == 0)
+        divide = ", ".join(str(n) for n in _divisors(world) if experts % n == 0)
         raise ConfigError(
             f"hardware.ep={ep}: experts are shared out whole, so it must divide the {world} ranks and the {experts} "
-            f"experts of {model.name}; one of {works}"
+            f"experts of {model.name}; one of {divide}"
         )
     return Sizes(hardware.dp, cp, ep)
 

@@ -1,93 +1,127 @@
 """What ranks are asked to do: one step of a small model, alone or spread, and what can be compared of it."""
 
-import contextlib
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 
 import torch
 from glm_helpers import glm_model
-from helpers import enlarge, make_group, tiny_model
+from helpers import make_group, tiny_model
 
 from longstraw.config import AdapterConfig, HardwareConfig
-from longstraw.models.adapter import add_adapter
 from longstraw.step import grpo_step
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """One step. ``prompts`` are several where ``dp`` is; ``broken`` names a collective that is left out."""
+    """One step of ``model``. ``groups`` are (prompt positions, response lengths), one for each of ``dp``."""
 
     model: str = "qwen"
-    prompts: tuple = (257,)
-    lengths: tuple = (63, 5)
+    groups: tuple = ((257, (63, 5)),)
     chunk: int = 64
     prompt_grad: str = "exact"
     window: int | None = None
     dtype: str = "float64"
-    adapter: tuple = ()
+    adapter: tuple = ()  # the modules that have one
     dp: int = 1
     ep: int | None = None
-    broken: str | None = None
-    options: dict = field(default_factory=dict)
+    favoured: int | None = None  # so many experts get all tokens
+    equal_rewards: bool = False
+    options: tuple = ()  # of the model's configuration, as pairs
+
+
+@dataclass
+class Request:
+    """A case with the groups of its prompts, and what a rank does with it: a function of ``tasks``."""
+
+    case: Case
+    task: str = "parity"
+    arguments: dict = field(default_factory=dict)
+    groups: list = None
+
+    def __post_init__(self):
+        self.groups = groups(self.case)
+
+    def run(self, world):
+        import tasks
+
+        return getattr(tasks, self.task)(self.case, self.groups, world, **self.arguments)
 
 
 def build(case):
     """Return the model of a case, alike in every process."""
     make = {"qwen": tiny_model, "glm": glm_model}[case.model]
-    model = make(dtype=getattr(torch, case.dtype), **case.options)
+    model = make(dtype=getattr(torch, case.dtype), **dict(case.options))
+    if case.favoured:
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[: case.favoured] += 100
     if case.adapter:
-        add_adapter(model, AdapterConfig(name="lora", rank=4, alpha=8, targets=list(case.adapter)), seed=1)
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(2)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.1, generator=generator)
+        adapt(model, case.adapter)
     return model
 
 
-def groups(case, model):
+@torch.no_grad()
+def adapt(model, targets):
+    """Add adapters to ``targets`` in which every part matters."""
+    from longstraw.models.adapter import add_adapter  # imports slowly
+
+    add_adapter(model, AdapterConfig(name="lora", rank=4, alpha=8, targets=list(targets)), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.1, generator=generator)
+
+
+@functools.cache
+def groups(case):
     """Return the groups of a case, one for each of its prompts."""
-    return [make_group(model, n, case.lengths, seed=i, masked=True) for i, n in enumerate(case.prompts)]
+    model = build(replace(case, adapter=()))
+    made = [make_group(model, n, lengths, seed=i, masked=True) for i, (n, lengths) in enumerate(case.groups)]
+    return [replace(group, rewards=[1.0] * len(group.rewards)) for group in made] if case.equal_rewards else made
 
 
 def step(case, model, group):
     return grpo_step(model, group, chunk=case.chunk, prompt_grad=case.prompt_grad, prompt_grad_window=case.window)
 
 
+@functools.cache
 def alone(case):
-    """Return loss, log-probabilities and gradients by name of one process; over groups, the mean."""
+    """Return losses, log-probabilities, norm and gradients by name of one process; of several groups the mean."""
     model = build(case)
-    results = [step(case, model, group) for group in groups(case, model)]
+    results = [step(case, model, group) for group in groups(case)]
     gradients = {name: p.grad / len(results) for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": [r.loss for r in results], "logprobs": [r.logprobs for r in results], "gradients": gradients}
+    return {
+        "loss": [result.loss for result in results],
+        "logprobs": [result.logprobs for result in results],
+        "norm": torch.nn.utils.get_total_norm(gradients.values()),
+        "gradients": gradients,
+    }
 
 
-def run(case, world):
-    """Return the same of this rank's part, gradients gathered from all ranks."""
-    from longstraw.config import load_model_config
-    from longstraw.parallel.apply import parallelize
-    from longstraw.parallel.mesh import build_mesh
-    from longstraw.parallel.sizes import rank_sizes
+def distances(answer, target):
+    """Return how far a rank's ``answer`` is from the ``target``, by what is compared; parameters by their names.
 
-    model = build(case)
-    given = groups(case, model)
-    hardware = HardwareConfig(name="cpu", backend="cpu", ranks=world, dp=case.dp, ep=case.ep)
-    mesh = build_mesh(rank_sizes(model.config, hardware), "cpu")
-    with left_out(case.broken):
-        parallel = parallelize(model, mesh)
-        result = step(case, model, given[mesh.dp_rank])
-        parallel.finish_gradients()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad
-            gradients[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    del load_model_config
-    return {"loss": result.loss, "logprobs": result.logprobs, "gradients": gradients, "dp_rank": mesh.dp_rank}
+    Loss and log-probabilities absolutely, norm and gradients relatively, or absolutely where the target is 0.
+    """
+    prompt = answer["prompt"]
+    found = {"loss": difference(answer["loss"], target["loss"][prompt])}
+    for i, (values, wanted) in enumerate(zip(answer["logprobs"], target["logprobs"][prompt], strict=True)):
+        found[f"log-probabilities of response {i}"] = difference(values, wanted)
+    found["norm"] = relative(answer["norm"], target["norm"])
+    assert answer["gradients"].keys() == target["gradients"].keys()
+    return found | {name: relative(answer["gradients"][name], g) for name, g in target["gradients"].items()}
 
 
-@contextlib.contextmanager
-def left_out(name):
-    yield
+def difference(value, target):
+    """Return the largest absolute difference, infinite for NaN."""
+    return float((value.double() - target.double()).abs().max().nan_to_num(nan=torch.inf))
 
 
-del enlarge
+def relative(value, target):
+    """Return |value - target| / |target| in L2, |value| where the target is 0."""
+    scale = float(target.double().norm()) or 1.0
+    return float((value.double() - target.double()).norm().nan_to_num(nan=torch.inf)) / scale
+
+
+def hardware(case, world):
+    return HardwareConfig(name="cpu", backend="cpu", ranks=world, dp=case.dp, ep=case.ep)
