@@ -5,6 +5,7 @@ machine; this file is that process too (``main``). What must hold of each is the
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -21,6 +22,9 @@ TIMEOUT_S = 30  # hardware.timeout_s of the cases
 VERBS = ("prefill", "replay", "prompt_backward")
 CASES = {  # name: ranks, the one that falls, how, in which verb, time-out
     **{f"{how} in {verb}": (2, 1, how, verb, TIMEOUT_S) for how in ("killed", "stopped", "raises") for verb in VERBS},
+    **{f"training, killed in {verb}": (2, 1, "killed", verb, TIMEOUT_S) for verb in VERBS},
+    "training, stopped in replay": (2, 1, "stopped", "replay", TIMEOUT_S),
+    "training, raises in prompt_backward": (2, 1, "raises", "prompt_backward", TIMEOUT_S),
     "out of memory": (3, 2, "out of memory", "replay", TIMEOUT_S),
     "rank 0 killed": (3, 0, "killed", "replay", TIMEOUT_S),
     "rank 0 stopped": (3, 0, "stopped", "replay", TIMEOUT_S),
@@ -40,15 +44,18 @@ SAID = {
 }
 
 
+def environment():
+    """Return this process's environment without what may tell its children that they are ranks."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SUBMITIT_"))}
+    return {**mine, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """Run all cases; return their folders and each rank's exit status, None for one that did not end in time."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
-    for name in [name for name in environment if name.startswith(("SLURM_", "SUBMITIT_"))]:
-        del environment[name]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment(), stdout=log, stderr=log)
         try:
             code = process.wait(200)
         finally:
@@ -86,7 +93,7 @@ def test_a_rank_that_falls_ends_the_job_and_is_named(ended, name):
 def test_every_rank_that_could_leaves_its_reason(ended, name):
     folder, _ = ended
     world, fallen, how, _, _ = CASES[name]
-    words = {path.stem: json.loads(path.read_text()) for path in (folder / name / "ranks" / "0").glob("*.json")}
+    words = {path.stem: json.loads(path.read_text()) for path in (folder / name / "ranks" / "0").glob("[0-9]*.json")}
     silent = how in ("killed", "stopped", "absent")
     assert set(words) == {str(rank) for rank in range(world) if not silent or rank != fallen}
     assert {word["rank"] for word in words.values()} == {fallen}
@@ -100,7 +107,7 @@ def test_jobs_on_one_machine_do_not_meet(ended):
         (row,) = rows(folder / name)
         assert (row["status"], row["loss"]) == ("ok", float(world))
         assert not list((folder / name).glob("ranks/0/address*"))
-        assert not list((folder / name).glob("ranks/0/*.json"))
+        assert not list((folder / name).glob("ranks/0/[0-9]*.json"))
 
 
 def test_without_the_question_rank_0_records_what_followed(ended):
@@ -110,7 +117,69 @@ def test_without_the_question_rank_0_records_what_followed(ended):
     assert "peer" in row["error"]
 
 
+def command(folder, *start):
+    """Run a tiny job of two ranks as a user would; return its exit status, what it printed, and its job's folders."""
+    tiny = ["model=qwen3_6_tiny", "model.num_hidden_layers=4", "context=224", "response_length=24", "chunk=64"]
+    words = [sys.executable, "-m", *start, *tiny, "hardware=cpu", "hardware.ranks=2", "hardware.timeout_s=60"]
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=200)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+    return process.returncode, printed, [path.parent for path in folder.glob("runs/*/*/*/spec.json")]
+
+
+@pytest.mark.parametrize(
+    "start", [["longstraw.run"], ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longstraw.run"]]
+)
+def test_two_ranks_from_the_command_line_are_one_job(tmp_path, start):
+    code, printed, folders = command(tmp_path, *start)
+    assert code == 0, printed
+    assert len(folders) == 1
+    (row,) = rows(folders[0])
+    assert (row["status"], row["world_size"], len(row["peak_allocated_bytes_by_rank"])) == ("ok", 2, 2)
+    assert json.loads((folders[0] / "result.json").read_text())["status"] == "ok"
+    assert printed.count("longstraw: mode=run: 2 ranks ") == 1
+    assert printed.count("records: runs/") == 1
+
+
+def test_torchrun_with_other_ranks_than_the_hardware_s_stops_at_once(tmp_path):
+    code, printed, folders = command(
+        tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "longstraw.run"
+    )
+    assert code != 0
+    assert folders == []
+    assert "longstraw: torchrun started 3 ranks and hardware=cpu has 2: give hardware.ranks=3" in printed
+
+
 # What runs in the other processes.
+
+
+def training(run_job, config, run_dir, *, ranks, **context):
+    """Run the training loop itself, which loses a rank between two chunks or branches of the case's verb."""
+    from longstraw.observe import Progress
+
+    begin, go_on, now = Progress.start, Progress.advance, []
+
+    def start(progress, verb, total):
+        now.append(verb)
+        begin(progress, verb, total)
+
+    def advance(progress, positions):
+        fall(CASES[run_dir.name], now[-1], ranks.rank, run_dir)
+        go_on(progress, positions)
+
+    Progress.start, Progress.advance = start, advance
+    run_job(config, run_dir, ranks=ranks, **context)
 
 
 def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
@@ -157,7 +226,7 @@ def fall(case, verb, rank, run_dir):
 
 def start(folder, name, spec):
     """Fork the ranks of a case; return their process ids, 0 for one that never comes."""
-    from longstraw import job
+    from longstraw import job, train
 
     world, fallen, how, _, timeout_s = CASES[name]
     run_dir = folder / name
@@ -170,8 +239,9 @@ def start(folder, name, spec):
         if pid or (how == "absent" and rank == fallen):
             pids.append(pid)
             continue
-        code = 1
+        code, run_job = 1, train.run_job
         try:
+            train.run_job = functools.partial(training, run_job) if name.startswith("training") else work
             where = {"NTASKS": world, "GLOBALID": rank, "LOCALID": rank, "NODEID": 0, "JOB_ID": os.getppid()}
             os.environ |= {f"SUBMITIT_LOCAL_{key}": str(value) for key, value in where.items()}
             os.environ["SUBMITIT_EXECUTOR"] = "local"
@@ -206,14 +276,15 @@ def wait(folder, pids):
 
 
 def main(folder):
-    import longstraw.parallel.ranks  # noqa: F401 - loaded once for all ranks
-    from longstraw import train
+    import longstraw.parallel.build
+    import longstraw.parallel.ranks
+    import longstraw.train  # noqa: F401 - loaded once for all ranks
     from longstraw.config import from_dict, load_model_config, to_dict
 
-    train.run_job = work
     hardware = {"name": "cpu", "backend": "cpu"}
-    model = to_dict(load_model_config("qwen3_6_tiny"))
-    config = to_dict(from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "context": 1024}))
+    model = {**to_dict(load_model_config("qwen3_6_tiny")), "num_hidden_layers": 4}
+    small = {"context": 224, "response_length": 24, "chunk": 64, "prompt_grad": "exact"}
+    config = to_dict(from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, **small}))
     spec = {"run_id": "r", "sweep": None, "num": 0, "command": "longstraw", "overrides": [], "config": config}
     pids = {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
