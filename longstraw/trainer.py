@@ -267,14 +267,14 @@ def build_trainer(config: RunConfig, watch: Watch) -> Trainer:
 
 def _model(config: RunConfig, adapter: AdapterConfig, mesh: Mesh | None) -> tuple[Decoder, Parallel | None]:
     """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
+    device = torch.device(config.hardware.backend)
     if mesh is not None:
-        device = torch.device(config.hardware.backend)
         parallel = build_spread(config.model, adapter, mesh, seed=config.seed, device=device)
         return parallel.model, parallel
     if config.model.checkpoint is not None:
-        model = load_model(config.model.checkpoint, config=config.model)
+        model = load_model(config.model.checkpoint, config=config.model, device=device)
     else:
-        model = build_model(config.model, seed=config.seed)
+        model = build_model(config.model, seed=config.seed, device=device)
     return add_adapter(model, adapter, seed=config.seed), None
 
 

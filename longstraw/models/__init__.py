@@ -31,8 +31,8 @@ def build_model(
     """Return a model with random weights drawn from ``seed``.
 
     ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. On the ``meta``
-    device nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``reference``
-    elsewhere. The same seed gives the same weights in every dtype, up to rounding.
+    device nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA,
+    ``reference`` elsewhere. The same seed gives the same weights in every dtype, up to rounding.
     """
     if overrides and not isinstance(model, str):
         raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
@@ -115,7 +115,7 @@ def load_model(
 
 def _empty(config: ModelConfig, device: torch.device, backend: str | None) -> Decoder:
     """Return the model on the meta device with the ops for ``device``."""
-    backend = backend or ("cpu" if device.type in ("cpu", "meta") else "reference")
+    backend = backend or {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(device.type, "reference")
     with torch.device("meta"):
         decoder = _ARCHITECTURES[config.architecture].build(config, choose_ops(backend))
     if backend == "cpu":

@@ -31,7 +31,7 @@ def build_spread(
     They are the weights that one process would have. Drawn ones are made a module at a time, of which a rank keeps its
     part; of a checkpoint's files a rank reads no more than its part.
     """
-    model = add_adapter(build_model(config, device="meta", backend=backend), adapter)
+    model = add_adapter(build_model(config, device="meta", backend=backend or device.type), adapter)
     parallel = parallelize(model, mesh)
     model.to_empty(device=device)
     if config.checkpoint is None:
