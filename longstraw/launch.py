@@ -21,7 +21,7 @@ from typing import Any
 from longstraw.config import ConfigError, RunConfig, from_composed, from_dict, to_dict
 from longstraw.failures import RankLostError, describe, is_users
 from longstraw.job import execute, leave_word, write_json
-from longstraw.logs import failed_tail
+from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
 from longstraw.place import Place, find, resolve
@@ -258,6 +258,9 @@ def _why_dead(job: Job, handle: Any, ran: float) -> str:
     minutes, log = job.config.hardware.time_min, _shown(Path(handle.paths.stdout))
     if ran >= minutes * 60 or handle.state == "TIMEOUT":
         return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
+    if handle.state == "FAILED":  # by itself, so Python could not even import us, say
+        words = [line for line in tail(Path(handle.paths.stdout), 20) if "Error" in line]
+        return f"it failed before it began{f' ({words[-1].strip()})' if words else ''}; log: {log}"
     state = "" if job.place.where == "here" else f" (SLURM: {handle.state})"
     return f"the process was killed from outside, or by the kernel for want of memory{state}; log: {log}"
 

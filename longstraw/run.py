@@ -5,6 +5,7 @@ Hydra composes the YAML files of ``conf/`` against ``longstraw.config``; ``longs
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -19,6 +20,7 @@ from longstraw.config import ConfigError, available, conf_dir
 from longstraw.overrides import FOLDERS, Typed, check
 from longstraw.parallel.started import started
 
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 _MADE: list[Path] = []  # folders this command made
 KEYS = """\
   group_size=8              responses that share one prompt
@@ -68,7 +70,7 @@ def main() -> None:
         _start(quiet)
     except Exception as error:
         if quiet and _is_users(error):
-            stop(str(error).split("\n    full_key:")[0])  # OmegaConf's own view of where it was
+            stop(str(error).split("\n    full_key:")[0] + _elsewhere(error))  # OmegaConf's own view of where it was
         raise
     finally:
         _remove_unused()
@@ -89,6 +91,13 @@ def stop(message: str) -> NoReturn:
     for line in filter(str.strip, message.splitlines()):
         print(f"longstraw: {line}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def _elsewhere(error: Exception) -> str:
+    """Return how records go elsewhere, where an error is that a folder cannot be written."""
+    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
+        return ""
+    return "; records go elsewhere with hydra.sweep.dir=FOLDER (without -m: hydra.run.dir=FOLDER/0)"
 
 
 def _is_users(error: Exception) -> bool:

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,7 @@ def slurm(cluster, monkeypatch):
     """Point this test, and what it starts, at the running SLURM; return a function that calls one of its commands."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SLURM_CONF", str(cluster / "etc" / "slurm.conf"))
 
     def call(*command):
@@ -69,6 +72,29 @@ def slurm(cluster, monkeypatch):
 
     yield call
     subprocess.run(["scancel", "--quiet", f"--user={os.getuid()}"], timeout=30, check=False)
+
+
+@pytest.fixture
+def wait_for(slurm):
+    """Return a function that waits, for a time, until something holds."""
+
+    def wait(what, holds, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {slurm('squeue')}"
+            time.sleep(0.3)
+
+    return wait
+
+
+@pytest.fixture
+def watchdog():
+    """Cancel every job after four minutes, so that nobody waits for them longer."""
+    timer = threading.Timer(240, subprocess.run, [["scancel", f"--user={os.getuid()}"]], {"timeout": 30})
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 FINDER = """
