@@ -121,6 +121,7 @@ def best_rows(
     scores = best.new_empty(min(len(q), QUERY_TILE), min(block - count, longest))
     q, weights = rowwise(q), rowwise(weights)
     for key, positions in parts:  # a query sees the first rows of a part
+        positions = positions.contiguous()
         seen = torch.searchsorted(positions, queried, right=True, out_int32=True)
         _best_rows(q, weights, rowwise(key, q.dtype), positions, seen, scores, best, rows, scale)
     return best, rows
