@@ -49,6 +49,8 @@ def _check_ranks(config: RunConfig, place: Place) -> None:
     rank_sizes(config.model, hardware)
     if me.by == "torchrun":
         check_world_size(me, hardware)
+        if config.launch.detach:
+            raise ConfigError("launch.detach=true: torchrun waits for the ranks it started; leave one of the two out")
     elif me.by == "slurm" and me.world_size > 1:
         raise ConfigError(
             f"srun started this command {me.world_size} times; start it once, it starts the ranks of {name} itself, or "

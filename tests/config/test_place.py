@@ -85,6 +85,10 @@ def test_torchrun_s_ranks_are_the_hardware_s(monkeypatch):
     assert place.resolve(job({**CPU, "ranks": 2})).why == "2 ranks that torchrun started (hardware=cpu)"
     with pytest.raises(ConfigError, match="torchrun started 2 ranks and hardware=cpu has 1"):
         place.resolve(job(CPU))
+    waits = job({**CPU, "ranks": 2})
+    waits.launch.detach = True
+    with pytest.raises(ConfigError, match=r"launch\.detach=true: torchrun waits"):
+        place.resolve(waits)
 
 
 def test_a_command_is_started_once(monkeypatch):
