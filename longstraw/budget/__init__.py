@@ -123,7 +123,7 @@ def _lengths(config: RunConfig, prompt: int, response: int, group: int) -> Lengt
         row_item=item if kept.dtype is None else ITEM[kept.dtype],
         row_gradient_item=inner if kept.gradient_dtype is None else ITEM[kept.gradient_dtype],
         on_host=kept.device == "cpu",
-        head_trained=config.adapter.name == "none" or bool(_adapted(config, ["lm_head.weight"])),
+        head_trained=config.adapter.name == "none" or bool(adapted(config, ["lm_head.weight"])),
     )
 
 
@@ -159,7 +159,7 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     if config.adapter.name == "none":
         still = tensors([shape for name, shape in shapes if FROZEN in name], item)
         return [(shape, item) for name, shape in shapes if FROZEN not in name], still + buffer_bytes(config.model)
-    names, rank = set(_adapted(config, [name for name, shape in shapes if len(shape) == 2])), config.adapter.rank
+    names, rank = set(adapted(config, [name for name, shape in shapes if len(shape) == 2])), config.adapter.rank
     wide = max(item, ITEM["float32"])
     pairs: list[tuple[Shape, int]] = [
         (pair, wide) for name, shape in shapes if name in names for pair in ((rank, shape[1]), (shape[0], rank))
@@ -167,7 +167,7 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
     return pairs, tensors([shape for _, shape in shapes], item) + buffer_bytes(config.model)
 
 
-def _adapted(config: RunConfig, names: Sequence[str]) -> list[str]:
+def adapted(config: RunConfig, names: Sequence[str]) -> list[str]:
     """Return those weights that have a low-rank adapter."""
     targets = config.adapter.targets or DEFAULT_TARGETS[config.model.architecture]
     return [

@@ -1,13 +1,13 @@
 """What ranks are asked to do: one step of a small model, alone or spread, and what can be compared of it."""
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from glm_helpers import glm_model
 from helpers import make_group, tiny_model
 
-from longstraw.config import AdapterConfig, HardwareConfig
+from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig
 from longstraw.step import grpo_step
 
 
@@ -27,24 +27,25 @@ class Case:
     favoured: int | None = None  # so many experts get all tokens
     equal_rewards: bool = False
     options: tuple = ()  # of the model's configuration, as pairs
+    algorithm: tuple = ()  # its configuration, as pairs
 
 
 @dataclass
-class Request:
-    """A case with the groups of its prompts, and what a rank does with it: a function of ``tasks``."""
+class Call:
+    """What a rank is to do: a function of ``tasks``, which gets the number of ranks too."""
 
-    case: Case
-    task: str = "parity"
-    arguments: dict = field(default_factory=dict)
-    groups: list = None
-
-    def __post_init__(self):
-        self.groups = groups(self.case)
+    task: str
+    arguments: dict
 
     def run(self, world):
         import tasks
 
-        return getattr(tasks, self.task)(self.case, self.groups, world, **self.arguments)
+        return getattr(tasks, self.task)(world=world, **self.arguments)
+
+
+def request(case, task="parity", **arguments):
+    """Return the call for a case, with the groups that its prompts make."""
+    return Call(task, {"case": case, "groups": groups(case), **arguments})
 
 
 def build(case):
@@ -80,8 +81,17 @@ def groups(case):
     return [replace(group, rewards=[1.0] * len(group.rewards)) for group in made] if case.equal_rewards else made
 
 
-def step(case, model, group):
-    return grpo_step(model, group, chunk=case.chunk, prompt_grad=case.prompt_grad, prompt_grad_window=case.window)
+def step(case, model, group, **options):
+    return grpo_step(
+        model,
+        group,
+        chunk=case.chunk,
+        prompt_grad=case.prompt_grad,
+        prompt_grad_window=case.window,
+        algorithm=AlgorithmConfig(**dict(case.algorithm)),
+        reference=model if dict(case.algorithm).get("kl_coef") else None,
+        **options,
+    )
 
 
 @functools.cache

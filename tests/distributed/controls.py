@@ -16,7 +16,10 @@ TOLD = "ExpertGroup._told all_to_all 1"  # how many tokens go to which expert; h
 
 @contextlib.contextmanager
 def left_out(dropped=None):
-    """Leave out the collective ``dropped``, as if the other ranks had sent zeros; yield the names of those called."""
+    """Leave out the collective ``dropped``; yield the names of those called.
+
+    Of what other ranks would have sent a rank then has zeros, or its own once more.
+    """
     called = set()
 
     def wanted(name):
@@ -49,10 +52,7 @@ def _gather_heads(group, x, count):
 
 
 def _gather_positions(group, x, count):
-    own = _reduce_scatter(group, x, count)
-    columns = own.new_zeros(len(own), group.size, *own.shape[1:])
-    columns[:, group.rank] = own
-    return columns
+    return _reduce_scatter(group, x, count).unsqueeze(1).repeat_interleave(group.size, 1)
 
 
 def _stack(group, x):

@@ -1,16 +1,26 @@
 """What a rank does with a case: every task spreads the model of a case over all ranks and returns what it saw."""
 
 import functools
+import gc
+import itertools
 
 import cases
 import controls
+import torch
+import torch.distributed as dist
 
+from longstraw.memory import MemoryMeter
+from longstraw.ops.counts import counts_stated
+from longstraw.ops.latent import LATENT
 from longstraw.parallel.apply import parallelize
+from longstraw.parallel.collectives import Group
+from longstraw.parallel.latent import select_rows
 from longstraw.parallel.mesh import build_mesh
 from longstraw.parallel.shard import local_gradient, total_norm
 from longstraw.parallel.sizes import rank_sizes
 from longstraw.parallel.traffic import TrafficMeter
-from longstraw.step import Observer
+from longstraw.state import Appended
+from longstraw.step import Observer, prefill
 
 build_mesh = functools.cache(build_mesh)  # process groups are for ever
 
@@ -27,9 +37,7 @@ def parity(case, groups, world):
     model, parallel = spread(case, world)
     prompt = parallel.mesh.dp_rank
     result = cases.step(case, model, groups[prompt])
-    parallel.finish_gradients()
-    there = [p for p in model.parameters() if p.grad is not None]
-    norm = total_norm(((local_gradient(p), parallel.share(p)) for p in there), there[0].device)
+    norm = finish(model, parallel)
     return {
         "prompt": prompt,
         "loss": result.loss,
@@ -45,6 +53,13 @@ def control(case, groups, world, dropped=None):
         return {"parity": parity(case, groups, world), "called": called}
 
 
+def finish(model, parallel):
+    """Complete the gradients and return their norm."""
+    parallel.finish_gradients()
+    there = [p for p in model.parameters() if p.grad is not None]
+    return total_norm(((local_gradient(p), parallel.share(p)) for p in there), there[0].device)
+
+
 def gathered(model):
     """Return the gradients by name, put together from all ranks."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -52,20 +67,19 @@ def gathered(model):
 
 
 def traffic(case, groups, world):
-    """Return what this rank sent in a step, by verb, collective and label."""
+    """Return what this rank sent in a step in which all experts get as many tokens, by verb, collective and label."""
     model, parallel = spread(case, world)
     meter = TrafficMeter()
-    with meter:
-        cases.grpo_step(
-            model,
-            groups[parallel.mesh.dp_rank],
-            chunk=case.chunk,
-            prompt_grad=case.prompt_grad,
-            prompt_grad_window=case.window,
-            observer=Verbs(meter),
-        )
-        parallel.finish_gradients()
+    with meter, counts_stated(evenly):
+        cases.step(case, model, groups[parallel.mesh.dp_rank], observer=Verbs(meter))
+        with meter.verb("optimizer"):
+            finish(model, parallel)
     return dict(meter.sent)
+
+
+def evenly(places, number):
+    each, rest = divmod(places.numel(), number)
+    return [each + (place < rest) for place in range(number)]
 
 
 class Verbs(Observer):
@@ -76,3 +90,64 @@ class Verbs(Observer):
 
     def verb(self, name, positions):
         return self.meter.verb(name)
+
+
+def memory(case, groups, world):
+    """Return what this rank holds after the prefill and after the step, counted, and whose rows it holds."""
+    meter = MemoryMeter(rounding=1)
+    with meter:
+        model, parallel = spread(case, world)
+        gc.collect()
+        group = groups[parallel.mesh.dp_rank]
+        parameters = meter.tag("parameters", model.parameters())
+        retained = prefill(model, group.prompt, chunk=case.chunk, grad_from=0)
+        kept = [tensor for state in retained.states for kind, tensor in state.held() if kind == "retained"]
+        meter.tag("retained", kept)
+        meter.tag("snapshots", [t for state in retained.states for kind, t in state.held() if kind == "snapshots"])
+        after_prefill = meter.bytes_by_kind()
+        appended = [state for state in retained.states if isinstance(state, Appended)]
+        spans = {state.leaves(retained.positions, grad=False).spans for state in appended}
+        by_name = retained.num_bytes()
+        del retained, kept, appended
+        result = cases.step(case, model, group)
+        meter.tag("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        del result
+        return {
+            "parameters": parameters,
+            "after_prefill": after_prefill,
+            "after_step": meter.bytes_by_kind(),
+            "retained": by_name,
+            "spans": spans,
+        }
+
+
+def selection(world, asked):
+    """Return the positions that ``select_rows`` chooses over all ranks, for each of ``asked``, as sets a query."""
+    group = Group(dist.group.WORLD)
+    return [_chosen(group, **one) for one in asked]
+
+
+def _chosen(group, q, weights, keys, count, cuts):
+    """Choose for the last of ``cuts`` chunks of positions; every chunk's keys are spread as the model spreads them."""
+    borders = list(itertools.accumulate(cuts, initial=0))
+    pieces = [group.split(size) for size in cuts]
+    spans = [(start + x.start, start + x.stop) for start, x in zip(borders, pieces, strict=False) if x.start < x.stop]
+    positions, chunk = borders[-2], pieces[-1]
+    own = slice(positions + chunk.start, positions + chunk.stop)
+    spans = [span for span in spans if span[0] < positions]
+    past = torch.cat([keys[:0], *(keys[slice(*span)] for span in spans)])
+    rows = select_rows(
+        q[chunk.own],
+        weights[chunk.own],
+        past,
+        keys[own],
+        count,
+        scale=1.0,
+        positions=positions,
+        spans=spans,
+        chunk=chunk,
+        group=group,
+        ops=LATENT["reference"],
+    )
+    held = [i for span in (*spans, (own.start, own.stop)) for i in range(*span)]
+    return [{held[row] for row in line if row >= 0} for line in rows.tolist()]

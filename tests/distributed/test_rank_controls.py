@@ -1,7 +1,7 @@
 """Without any one of its collectives a step on two ranks is wrong, and the comparison with one process says so."""
 
 import pytest
-from cases import Case, Request, alone, distances
+from cases import Case, alone, distances, request
 from controls import MEAN, TOLD
 
 LEAST = 1e-6  # where the bar of parity is 1e-12
@@ -23,43 +23,46 @@ QWEN = [
     *(f"_SpreadAttention.backward all_gather {i}" for i in (1, 2, 3)),
     "_SpreadAttention.backward reduce_scatter 1",
 ]
-GLM = [
+ROWS = [
     *(f"select_rows all_gather {i}" for i in (1, 2)),
     *(f"_last_chosen {name} {i}" for name in ("gather_positions", "all_gather") for i in (1, 2)),
     *(f"_SpreadRows.forward {name}" for name in ("all_gather 1", "stack 1", "reduce_scatter 1")),
     *(f"_SpreadRows.backward all_gather {i}" for i in (1, 2, 3)),
     "_SpreadRows.backward reduce_scatter 1",
+]
+EXPERTS = [
     TOLD,
     *(f"ExpertGroup.mix exchange {i}" for i in (1, 2, 3)),
     *(f"ExpertGroup.mix exchange {i} backward" for i in (1, 2, 3)),
 ]
 SUMMED = ["Parallel.finish_gradients all_reduce 1"]  # of what several ranks hold alike
 
-SMALL = (("num_hidden_layers", 3), ("first_k_dense_replace", 1))
-CASES = {
-    "qwen": (Case(groups=((98, (5, 3)),)), [*BOTH, *QWEN]),
-    "glm": (Case("glm", groups=((98, (5, 3)),), options=SMALL), [*BOTH, *GLM]),
-    "side by side": (Case(groups=((66, (5, 3)), (65, (2, 3))), dp=2), SUMMED),
-    "experts on every rank": (Case("glm", groups=((66, (5, 3)),), ep=1, options=SMALL), SUMMED),
+DENSE, SPARSE = ((("num_hidden_layers", n), ("first_k_dense_replace", dense)) for n, dense in ((2, 2), (3, 1)))
+CASES = {  # with all collectives that each has, and those that are left out of it in turn
+    "qwen": (Case(groups=((98, (5, 3)),)), BOTH + QWEN, BOTH + QWEN),
+    "rows": (Case("glm", groups=((98, (5, 3)),), options=DENSE), BOTH + ROWS, ROWS),
+    "experts": (Case("glm", groups=((66, (5, 3)),), options=SPARSE), BOTH + ROWS + EXPERTS, EXPERTS),
+    "side by side": (Case(groups=((66, (5, 3)), (65, (2, 3))), dp=2), None, SUMMED),
+    "experts on every rank": (Case("glm", groups=((66, (5, 3)),), ep=1, options=SPARSE), None, SUMMED),
 }
 
 
 def ask(ranks, name, dropped=None):
     """Return the largest distance from one process, and the collectives that were called, with one left out."""
-    case, _ = CASES[name]
-    answers = ranks(2).run(Request(case, "control", {"dropped": dropped}))
+    case = CASES[name][0]
+    answers = ranks(2).run(request(case, "control", dropped=dropped))
     worst = max(max(distances(answer["parity"], alone(case)).values()) for answer in answers)
     return worst, set().union(*(answer["called"] for answer in answers))
 
 
-@pytest.mark.parametrize("name", ["qwen", "glm"])
+@pytest.mark.parametrize("name", ["qwen", "rows", "experts"])
 def test_no_collective_is_forgotten_here(ranks, name):
     worst, called = ask(ranks, name)
     assert worst < 1e-12
     assert called == set(CASES[name][1])
 
 
-@pytest.mark.parametrize(("name", "dropped"), [(name, dropped) for name, (_, all) in CASES.items() for dropped in all])
+@pytest.mark.parametrize(("name", "dropped"), [(name, one) for name, (*_, dropped) in CASES.items() for one in dropped])
 def test_a_collective_left_out(ranks, name, dropped):
     worst, _ = ask(ranks, name, dropped)
     assert worst > LEAST

@@ -1,7 +1,7 @@
 """The number of ranks changes no loss, no log-probability, no norm and no gradient, whatever does not divide by it."""
 
 import pytest
-from cases import Case, Request, alone, distances
+from cases import Case, alone, distances, request
 
 BAR = 1e-12
 
@@ -44,7 +44,7 @@ FOUR = {
 
 def furthest(ranks, world, case):
     """Return the largest distance of any rank's answer from that of one process, and what it is of."""
-    answers = ranks(world).run(Request(case))
+    answers = ranks(world).run(request(case))
     return max((d, name) for answer in answers for name, d in distances(answer, alone(case)).items())
 
 

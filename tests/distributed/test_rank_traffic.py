@@ -1,0 +1,64 @@
+"""Bytes sent: what is counted in a step of two and four ranks is what the formula says, to the byte."""
+
+from dataclasses import replace
+
+import pytest
+from cases import Case, build, hardware, request
+
+from longstraw.budget.traffic import bytes_sent
+from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
+from longstraw.model_config import DEFAULT_TARGETS
+from longstraw.parallel.sizes import rank_sizes
+
+EVEN = ((129, (8, 16)),)
+CASES = {
+    "qwen": (2, Case(groups=((132, (7, 1)),))),
+    "qwen, detached, scored": (2, Case(prompt_grad="detached", algorithm=(("old_logprobs", "score"),))),
+    "qwen, window": (4, Case(groups=((259, (7, 16)),), window=100)),
+    "qwen, adapters": (4, Case(groups=((132, (7, 1)),), adapter=DEFAULT_TARGETS["qwen3_6"])),
+    "qwen, side by side": (4, Case(groups=EVEN * 2, dp=2)),
+    "glm": (2, Case("glm", groups=EVEN)),
+    "glm, adapters": (2, Case("glm", groups=EVEN, adapter=DEFAULT_TARGETS["glm_5_2"])),
+    "glm, experts on two": (4, Case("glm", groups=EVEN, ep=2)),
+}
+
+
+def config(case):
+    adapter = AdapterConfig(name="lora", rank=4, alpha=8, targets=list(case.adapter)) if case.adapter else None
+    return RunConfig(
+        model=replace(build(case).config, dtype=case.dtype),
+        hardware=hardware(case, case.dp),
+        adapter=adapter or AdapterConfig(name="none"),
+        data=DataConfig(name="jsonl"),
+        algorithm=AlgorithmConfig(**dict(case.algorithm)),
+        context=512,
+        response_length=64,
+        chunk=case.chunk,
+        prompt_grad=case.prompt_grad,
+        prompt_grad_window=case.window,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counted_bytes_are_the_predicted_ones(ranks, name):
+    world, case = CASES[name]
+    prompt, responses = case.groups[0]
+    run = config(case)
+    sizes = rank_sizes(run.model, hardware(case, world))
+    predicted = bytes_sent(run, sizes, prompt_positions=prompt, response_positions=responses)
+    for counted in ranks(world).run(request(case, "traffic")):
+        assert counted == predicted
+
+
+def test_every_kind_of_traffic_is_met():
+    """What the cases above compare has all collectives for all purposes in it."""
+    met = set()
+    for world, case in CASES.values():
+        prompt, responses = case.groups[0]
+        sizes = rank_sizes(config(case).model, hardware(case, world))
+        sent = bytes_sent(config(case), sizes, prompt_positions=prompt, response_positions=responses)
+        met |= {(verb, label) for verb, _, label in sent}
+    assert {label for _, label in met} == {
+        *("attention", "heads", "selection", "experts", "vocabulary", "parameters", "gradients", "norm", "rounds"),
+    }
+    assert {verb for verb, _ in met} == {"prefill", "score", "replay", "prompt_backward", "optimizer", "other"}
