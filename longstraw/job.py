@@ -164,10 +164,12 @@ def leave_word(
 ) -> None:
     """See to it that the records of a job that ended badly say so, and write its ``result.json``.
 
-    For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone.
+    For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone, unless it is
+    of an attempt before ``attempt``.
     """
     row = last_row(folder)
-    if row is None or row.get("status") == "ok":
+    earlier = row is not None and attempt is not None and (row.get("attempt") or 0) < attempt
+    if row is None or earlier or row.get("status") == "ok":
         try:
             append_row(folder, _failure(folder, row or {}, status, reason, failed_rank), attempt)
         except (RecordError, OSError) as error:  # a full disk must not hide what went wrong before
@@ -175,7 +177,7 @@ def leave_word(
     else:
         status, reason = row["status"], row.get("error") or reason
     try:
-        _finish(folder, attempt or 0, status, reason)
+        _finish(folder, latest_attempt(folder) or 0 if attempt is None else attempt, status, reason)
     except OSError as error:  # without a result the job counts as failed
         print(f"longstraw: {error}", file=sys.stderr)
 

@@ -25,6 +25,7 @@ from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
 from longstraw.place import Place, find, resolve
+from longstraw.schema import latest_attempt
 from longstraw.slurm import Submitted
 from longstraw.submit import check_slurm, start_local, submit_slurm
 from longstraw.table import has_result, last_row, read_json, table
@@ -240,7 +241,9 @@ def _look(job: Job, line: Line, handles: dict[int, Any], begun: dict[int, float]
         ran = time.monotonic() - begun.get(job.num, time.monotonic())
         lost = first_word(job.run_dir)
         if lost is None:
-            leave_word(job.run_dir, "error", _why_dead(job, handle, ran))
+            again = handle.known.restarts if isinstance(handle, Submitted) else 0
+            attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + again
+            leave_word(job.run_dir, "error", _why_dead(job, handle, ran), attempt)
         else:
             leave_word(job.run_dir, lost.status, describe(lost), failed_rank=lost.rank)
     return line.become("failed" if failed(job) else "done")
@@ -299,13 +302,32 @@ def labels(jobs: Sequence[Job]) -> list[str]:
 
 
 def write_manifest(jobs: Sequence[Job], folder: Path, handles: dict[int, Any]) -> None:
-    """Write ``sweep.json``: which jobs there are and where each was sent."""
+    """Write ``sweep.json``: which jobs there are and where each was sent; others that are in it stay."""
     ids = {num: handle.job_id for num, handle in handles.items()}
-    entries = [
-        {"num": job.num, "run_dir": str(job.run_dir.absolute()), "where": job.place.where, "job_id": ids.get(job.num)}
-        for job in jobs
-    ]
-    write_json(folder / "sweep.json", {"jobs": entries})
+    entries = {entry["num"]: entry for entry in read_json(folder / "sweep.json").get("jobs", [])}
+    for job in jobs:
+        sent = {"where": job.place.where, "job_id": ids.get(job.num)}
+        entries[job.num] = {"num": job.num, "run_dir": str(job.run_dir.absolute()), **sent}
+    write_json(folder / "sweep.json", {"jobs": [entries[num] for num in sorted(entries)]})
+
+
+def again(run_dirs: Sequence[Path]) -> list[Job]:
+    """Return jobs that ran before as ones to be launched again: they go on from their checkpoints.
+
+    Each attempt from now on is counted as a later one. Raises ``ConfigError`` where one cannot run here.
+    """
+    jobs = []
+    for run_dir in run_dirs:
+        spec = read_json(run_dir / "spec.json")
+        config = from_dict(spec["config"])
+        jobs.append(Job(spec["num"], spec["overrides"], run_dir, config, resolve(config)))
+    for job in jobs:
+        attempt = latest_attempt(job.run_dir)
+        spec = {**read_json(job.run_dir / "spec.json"), "first_attempt": 0 if attempt is None else attempt + 1}
+        write_json(job.run_dir / "spec.json", spec)
+        for name in ("result.json", "process.json", "progress.json"):
+            (job.run_dir / name).unlink(missing_ok=True)
+    return jobs
 
 
 def _start_detached(folder: Path) -> None:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longstraw.config import ConfigError
 from longstraw.job import leave_word
+from longstraw.launch import again, launch
 from longstraw.logs import failed_tail, log_path, tail
 from longstraw.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
 from longstraw.table import aligned, has_result, read_json, read_steps
@@ -46,14 +48,14 @@ class Status:
         done = [row for row in rows if row.get("status") == "ok"]
         peaks = [row["peak_allocated_bytes"] for row in rows if row.get("peak_allocated_bytes") is not None]
         last = done[-1] if done else {}
-        sizes = [last.get("prompt_positions"), last.get("response_positions")]
+        sizes = [last[key] for key in ("prompt_positions", "response_positions") if last.get(key) is not None]
         path = log_path(self.run_dir, self.job_id, slurm=self.slurm)
         return {
             "job": str(self.num),
             "state": self.state,
             "preempted": str(self.preempted or ""),
             "step": f"{last.get('step', -1) + 1}/{config.get('steps', '?')}",
-            "positions": f"{sum(map(int, sizes)):,}" if None not in sizes else "",
+            "positions": f"{sum(sizes):,}" if len(sizes) == 2 else "",
             "peak bytes": format_bytes(max(peaks)) if peaks else "",
             "doing": self.note or self._doing(),
             "log": os.path.relpath(path) if path is not None else "",
@@ -108,7 +110,8 @@ def _look_slurm(job: Status, known: Known, over: bool, trouble: str) -> None:
     job.preempted = max(known.restarts, _preempted(job.run_dir))
     if over and not has_result(job.run_dir):
         state = known.state if known.over else "it knows the job no more"
-        leave_word(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", known.restarts or None)
+        attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + known.restarts
+        leave_word(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", attempt)
     if over or has_result(job.run_dir):
         job.state = _ended(job.run_dir)
     elif known.state in WAITING:
@@ -177,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", type=int, help="show the end of this job's log")
     parser.add_argument("--rank", type=int, default=0, help="of this rank (with --job)")
     parser.add_argument("--lines", type=int, default=40, help="so many lines of it")
+    parser.add_argument("--again", action="store_true", help="start what did not end well again, from checkpoints")
     given = parser.parse_args(arguments)
     try:
         jobs = find_jobs(given.path)
@@ -186,10 +190,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.job is not None:
         return _show_log(jobs, given.job, given.rank, given.lines)
     trouble = look(jobs)
-    print(report(jobs))
+    print(report(jobs), flush=True)
     if trouble:
         print(f"longstraw: SLURM does not answer: {trouble}", file=sys.stderr)
-    return int(any(job.state in ("failed", "preempted") for job in jobs))
+    ended = [job for job in jobs if job.state in ("failed", "preempted")]
+    if given.again and ended:
+        return _start_again([job.run_dir for job in ended])
+    return int(bool(ended))
+
+
+def _start_again(run_dirs: Sequence[Path]) -> int:
+    """Launch jobs again, from their checkpoints; return the exit status."""
+    try:
+        return launch(again(run_dirs), run_dirs[0].parent, alone=False)
+    except ConfigError as error:
+        print(f"longstraw: {error}", file=sys.stderr)
+        return 2
 
 
 def _show_log(jobs: Sequence[Status], num: int, rank: int, lines: int) -> int:

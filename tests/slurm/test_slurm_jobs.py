@@ -11,6 +11,7 @@ import pytest
 from longstraw import launch, status, submit
 from longstraw import slurm as slurm_module
 from longstraw.config import ConfigError, from_dict, load_model_config, to_dict
+from longstraw.job import write_json
 from longstraw.table import read_json, read_rows, read_steps
 
 pytestmark = pytest.mark.slurm
@@ -186,3 +187,12 @@ def test_what_a_killed_job_could_not_write_is_written_by_status(stand_in, slurm,
     assert slurm_module.states()[known[1]].restarts == 0
     kept = int((stand_in / "1" / "kept").read_text())
     assert [row["step"] for row in read_rows(stand_in / "1")] == list(range(kept + 1))
+
+    spec = read_json(stand_in / "1" / "spec.json")
+    spec["config"]["steps"], spec["config"]["launch"]["detach"] = kept + 2, False
+    write_json(stand_in / "1" / "spec.json", spec)
+    assert status.main([str(stand_in / "1"), "--again"]) == 0
+    rows = read_steps(stand_in / "1")
+    assert [row["step"] for row in rows] == list(range(kept + 2))
+    assert [row["attempt"] for row in rows] == [0] * kept + [1] * 2
+    assert ids(stand_in)[0] == known[0] != ids(stand_in)[1] != known[1]
