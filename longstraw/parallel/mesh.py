@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longstraw.ops.counts import told
 from longstraw.parallel.collectives import Group, labelled
 from longstraw.parallel.sizes import Sizes
 
@@ -41,10 +42,10 @@ class Mesh:
         """Return the largest ``count`` of the prompts side by side: as often must every rank take part."""
         if self.sizes.dp == 1:
             return count
-        most = torch.tensor(count, device=self.world.device_type)
+        most = torch.tensor([count], device=self.world.device_type)
         with labelled("rounds"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
-        return int(most)
+        return told(most, [count])[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in their order."""

@@ -5,6 +5,7 @@ Gradients are sums over ranks, never means: each rank's is its own part of a who
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from longstraw.parallel.collectives import labelled
+
+# Some of what a block adds to the state are views. They are read and never changed in place, of which FSDP2 warns.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def keep_rows(module: nn.Module, names: Iterable[str], mesh: DeviceMesh) -> None:

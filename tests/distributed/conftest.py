@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ START_SECONDS, CASE_SECONDS = 180, 240
 
 
 class Ranks:
-    """``world`` processes joined by gloo. ``run(case)`` returns what each rank made of it, in their order."""
+    """``world`` processes joined by gloo; ``run(case)`` returns what ``case.run(world)`` gave on each of them."""
 
     def __init__(self, world):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -37,8 +38,11 @@ class Ranks:
         (self.folder / f".{name}").write_bytes(pickle.dumps(case))
         (self.folder / f".{name}").rename(self.folder / name)
         self._wait(name, seconds)
-        answers = [self._path(name, rank).read_bytes() for rank in range(len(self.processes))]
-        return [pickle.loads(answer) for answer in answers]
+        answers = []
+        for rank in range(len(self.processes)):
+            answers.append(pickle.loads(self._path(name, rank).read_bytes()))
+            self._path(name, rank).unlink()
+        return answers
 
     @property
     def alive(self):
@@ -49,6 +53,7 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.wait(30)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name, rank):
         return self.folder / f"{name}.{rank}"
@@ -58,8 +63,8 @@ class Ranks:
         while not all(self._path(name, rank).exists() for rank in range(len(self.processes))):
             if not self.alive or time.monotonic() > deadline:
                 time.sleep(1)  # let the others say why, too
-                self.stop()
                 logs = [path.read_text() for path in sorted(self.folder.glob("*.log"))]
+                self.stop()
                 pytest.fail("\n".join([f"{name}: ranks died or did not answer within {seconds} s", *logs]))
             time.sleep(0.01)
 
