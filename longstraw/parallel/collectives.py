@@ -8,7 +8,7 @@ W ranks, n positions of a chunk, t of them here, m = ceil(n / W).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -101,9 +101,8 @@ class Group:
         longest = self._longest(count)
         if count == len(x):
             return x
-        borders = self.borders(count)
-        pieces = [x[r * longest : r * longest + stop - start] for r, (start, stop) in enumerate(_pairs(borders))]
-        return torch.cat(pieces)
+        pieces = pairwise(self.borders(count))
+        return torch.cat([x[r * longest : r * longest + stop - start] for r, (start, stop) in enumerate(pieces)])
 
     def _opened(self, x: Tensor, count: int) -> Tensor:
         """Put the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
@@ -111,7 +110,7 @@ class Group:
         if count == self.size * longest:
             return x.contiguous()
         opened = x.new_zeros(self.size * longest, *x.shape[1:])
-        for rank, (start, stop) in enumerate(_pairs(self.borders(count))):
+        for rank, (start, stop) in enumerate(pairwise(self.borders(count))):
             opened[rank * longest : rank * longest + stop - start] = x[start:stop]
         return opened
 
@@ -149,7 +148,3 @@ def _padded(x: Tensor, length: int) -> Tensor:
     if len(x) == length:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
-
-
-def _pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(borders))
