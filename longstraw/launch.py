@@ -139,7 +139,8 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
 
 def _print_failed(jobs: Sequence[Job], handles: dict[int, Any]) -> None:
     """Print the last lines of the jobs that did not end well, of the first few."""
-    for job in [job for job in jobs if failed(job)][:TOLD]:
+    lost = [job for job in jobs if failed(job) and has_result(job.run_dir)]  # preempted ones tell nothing there
+    for job in lost[:TOLD]:
         handle = handles.get(job.num)
         end = failed_tail(job.run_dir, handle.job_id if handle else None, slurm=job.place.where == "slurm")
         print(end, end="\n" if end else "")
@@ -239,13 +240,13 @@ def _look(job: Job, line: Line, handles: dict[int, Any], begun: dict[int, float]
     line.note = ""
     if not has_result(job.run_dir):
         ran = time.monotonic() - begun.get(job.num, time.monotonic())
-        lost = first_word(job.run_dir)
+        again = handle.known.restarts if isinstance(handle, Submitted) else 0
+        attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + again
+        lost = first_word(job.run_dir, attempt)
         if lost is None:
-            again = handle.known.restarts if isinstance(handle, Submitted) else 0
-            attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + again
             leave_word(job.run_dir, "error", _why_dead(job, handle, ran), attempt)
         else:
-            leave_word(job.run_dir, lost.status, describe(lost), failed_rank=lost.rank)
+            leave_word(job.run_dir, lost.status, describe(lost), attempt, lost.rank)
     return line.become("failed" if failed(job) else "done")
 
 
