@@ -40,11 +40,10 @@ def read_word(folder: Path, rank: int) -> str | None:
         return None
 
 
-def first_word(run_dir: str | Path) -> RankLostError | None:
-    """Return what the earliest word of the latest attempt's ranks says, or ``None`` if none left one."""
-    attempts = [int(path.name) for path in (Path(run_dir) / "ranks").glob("[0-9]*")]
+def first_word(run_dir: str | Path, attempt: int) -> RankLostError | None:
+    """Return what the earliest word of an attempt's ranks says, or ``None`` if none left one."""
     found = []
-    for path in words_folder(run_dir, max(attempts)).glob("[0-9]*.json") if attempts else ():
+    for path in words_folder(run_dir, attempt).glob("[0-9]*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             text = path.read_text()
             found.append((json.loads(text)["time"], text))

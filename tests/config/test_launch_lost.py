@@ -56,6 +56,7 @@ def test_a_dead_job_s_record_says_which_rank_was_first(job):
 
 
 def test_a_job_without_a_word_was_killed(job):
+    write_word(words_folder(job.run_dir, 1), 1, word_of(RankLostError(1, "n7", "of another attempt")))
     assert look(job, Handle(over=True)) == "failed"
     row = last_row(job.run_dir)
     assert row["failed_rank"] is None

@@ -131,7 +131,7 @@ def command(folder, *start):
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=200)
+        printed, _ = process.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the ranks too

@@ -74,13 +74,13 @@ def test_a_lost_rank_in_words():
     assert status_of(lost) == "oom"
 
 
-def test_the_first_word_of_the_latest_attempt_counts(tmp_path):
-    assert first_word(tmp_path) is None
+def test_the_first_word_of_an_attempt_counts(tmp_path):
+    assert first_word(tmp_path, 10) is None
     for attempt, rank, lost in ((0, 1, 3), (10, 2, 1), (10, 1, 0), (9, 0, 3)):
         word = word_of(RankLostError(lost, "n7", f"failed in attempt {attempt}"))
         write_word(words_folder(tmp_path, attempt), rank, word)
     (words_folder(tmp_path, 10) / "5.json").write_text("{")  # torn
-    found = first_word(tmp_path)
+    found = first_word(tmp_path, 10)
     assert (found.rank, found.reason) == (1, "failed in attempt 10")
 
 
