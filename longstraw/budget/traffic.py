@@ -185,11 +185,12 @@ class _Step:
         self.everything = config.adapter.name == "none"
         self.shapes = list(parameter_shapes(config.model))
         self.blocks = [_Parameters() for _ in range(config.model.num_hidden_layers + 1)]  # the last: the final norm
-        self._share_out(config)
-        self.first = next(i for i, block in enumerate(self.blocks) if block.trained) if not self.everything else 0
+        adapters = [n for n, shape in self.shapes if len(shape) == 2] if not self.everything else []
+        self.adapters = set(adapted(config, adapters))
+        self.first = min((int(name.split(".")[2]) for name in self.adapters), default=0)  # block with a gradient
+        self._share_out(config.adapter.rank)
 
-    def _share_out(self, config: RunConfig) -> None:
-        wide = set() if self.everything else set(adapted(config, [n for n, shape in self.shapes if len(shape) == 2]))
+    def _share_out(self, rank: int) -> None:
         for name, shape in self.shapes:
             if any(part in name for part in STAYS):
                 continue
@@ -197,8 +198,8 @@ class _Step:
             block = self.blocks[int(parts[2]) if parts[1] == "layers" else -1]
             block.gathered += self._part(shape) * self.w
             trained: list[Shape] = [shape] if self.everything and FROZEN not in name else []
-            if name in wide:
-                trained = [(config.adapter.rank, shape[1]), (shape[0], config.adapter.rank)]
+            if name in self.adapters:
+                trained = [(rank, shape[1]), (shape[0], rank)]
                 block.gathered += sum(map(self._part, trained)) * self.f
             size = sum(map(self._part, trained)) * self.f
             block.trained += size

@@ -8,6 +8,7 @@ from glm_helpers import glm_model
 from helpers import make_group, tiny_model
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig
+from longstraw.optimize import Optimizer
 from longstraw.step import grpo_step
 
 
@@ -106,6 +107,22 @@ def alone(case):
         "norm": torch.nn.utils.get_total_norm(gradients.values()),
         "gradients": gradients,
     }
+
+
+def changes(model, config, steps, parallel, loss):
+    """Return what ``steps`` steps of an optimizer add to the parameters by name, and the norms of their gradients.
+
+    ``loss`` adds gradients and returns the loss.
+    """
+    optimizer = Optimizer([p for p in model.parameters() if p.requires_grad], config, parallel)
+
+    def values():
+        named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for name, p in named}
+
+    before = values()
+    norms = [optimizer.update(loss()) for _ in range(steps)]
+    return {name: after - before[name] for name, after in values().items()}, norms
 
 
 def distances(answer, target):

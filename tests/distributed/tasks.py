@@ -151,3 +151,10 @@ def _chosen(group, q, weights, keys, count, cuts):
     )
     held = [i for span in (*spans, (own.start, own.stop)) for i in range(*span)]
     return [{held[row] for row in line if row >= 0} for line in rows.tolist()]
+
+
+def updates(case, groups, world, config, steps):
+    """Return how ``steps`` steps of an optimizer change the parameters, put together from all ranks, and the norms."""
+    model, parallel = spread(case, world)
+    mine = groups[parallel.mesh.dp_rank]
+    return cases.changes(model, config, steps, parallel, lambda: cases.step(case, model, mine).loss)
