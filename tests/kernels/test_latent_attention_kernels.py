@@ -102,13 +102,14 @@ def beyond(x):
 
 
 def check_padded(module, case=SMALL):
-    """Nothing is read beyond the tensors' ends, nothing written; the backward in tiles of two queries."""
+    """Nothing is read beyond the tensors' ends, nothing written; queries in tiles of three, and of two."""
     grad, q, past, new, rows, buffers = inputs(case)
     targets = attended(reference, *wide((grad, q, past, new, rows, buffers)))
     grad, q, past, rows, buffers = tree_map_only(torch.Tensor, padded, (grad, q, past, rows, buffers))
     for x in buffers:  # what is added to NaN would not show
         beyond(x).copy_(torch.where(beyond(x).isnan(), 1.0, beyond(x)))
-    out, lse = module.attend_forward(q, past, new, rows, scale=SCALE)
+    with mock.patch.object(module, "QUERY_TILE", 3):
+        out, lse = module.attend_forward(q, past, new, rows, scale=SCALE)
     tile = 2 * case[2] * case[3]
     with surroundings_unchanged(*buffers), mock.patch.object(module, "WEIGHT_TILE", tile):
         gradients = module.attend_backward(grad, q, past, new, rows, padded(out), lse, buffers, scale=SCALE)
@@ -246,6 +247,7 @@ MUTATIONS = {
                                       "    tl.store(target[:, None] + columns[None, :], values, mask=mask) #"),
     "buffers begin at the first row": ("rows - (retained - kept)", "rows"),
     "rows before the buffer are added": ("(there & (past_row >= 0))[:, None]", "there[:, None]"),
+    "the forward's second tile is the first": ("t = first + local", "t = local"),
     "the second tile of queries is the first": ("t = local + first\n    heads", "t = local\n    heads"),
     "another tile's weights": ("t = local + first\n    number", "t = local + first\n    local = local * 0\n    number"),
     "the last block of rows is left out": ("if start < number:", "if start + BLOCK_N < number:"),

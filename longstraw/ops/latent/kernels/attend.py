@@ -22,6 +22,7 @@ from longstraw.ops.latent.reference import Buffers, Rows
 LOG2E = tl.constexpr(1.4426950408889634)
 WEIGHT_TILE = 2**25  # attention weights kept between the two kernels of the backward, 64 MiB in bfloat16, twice
 ROW_BYTES = 1_152  # of a row in shared memory, for which blocks of 64 heads and 64 rows are laid out
+QUERY_TILE = 2048  # queries attended to at a time
 ROW_BLOCK = 64  # rows whose gradient one program adds
 
 
@@ -42,15 +43,16 @@ def _compact_kernel(ROWS, CHOSEN, NUMBER, stride, count, BLOCK: tl.constexpr):
     tl.store(NUMBER + t, tl.sum(there, 0))
 
 
-@triton.jit(do_not_specialize=["retained"])
+@triton.jit(do_not_specialize=["retained", "first"])
 def _forward_kernel(
     Q, PAST_LATENT, PAST_ROPE, NEW_LATENT, NEW_ROPE, CHOSEN, NUMBER, OUT, LSE,
-    q_t, q_h, past_latent_stride, past_rope_stride, new_latent_stride, new_rope_stride, count, retained,
+    q_t, q_h, past_latent_stride, past_rope_stride, new_latent_stride, new_rope_stride, count, retained, first,
     SCALE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One program: the heads [BLOCK_H] of one query, over its rows in blocks of BLOCK_N."""
-    t = tl.program_id(0).to(tl.int64)
+    local = tl.program_id(0).to(tl.int64)
+    t = first + local
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = heads < H
     c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -60,11 +62,11 @@ def _forward_kernel(
     out = tl.zeros([BLOCK_H, BLOCK_C], INNER)
     highest = tl.full([BLOCK_H], float("-inf"), INNER)
     total = tl.zeros([BLOCK_H], INNER)
-    number = tl.load(NUMBER + t)
+    number = tl.load(NUMBER + local)
     for start in range(0, number, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         there = at < number
-        rows = tl.load(CHOSEN + t * count + at, mask=there, other=0).to(tl.int64)
+        rows = tl.load(CHOSEN + local * count + at, mask=there, other=0).to(tl.int64)
         latent_at = _row_pointers(PAST_LATENT, NEW_LATENT, rows, past_latent_stride, new_latent_stride, retained)
         rope_at = _row_pointers(PAST_ROPE, NEW_ROPE, rows, past_rope_stride, new_rope_stride, retained)
         latent = load(latent_at[:, None] + c[None, :], there, c, C, BLOCK_C)
@@ -107,11 +109,11 @@ def _query_gradient_kernel(
     q_rope = load(query + C + r[None, :], head_ok, r, R, BLOCK_R)
     grad_latent = tl.zeros([BLOCK_H, BLOCK_C], INNER)
     grad_rope = tl.zeros([BLOCK_H, BLOCK_R], INNER)
-    number = tl.load(NUMBER + t)
+    number = tl.load(NUMBER + local)
     for start in range(0, number, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         there = at < number
-        rows = tl.load(CHOSEN + t * count + at, mask=there, other=0).to(tl.int64)
+        rows = tl.load(CHOSEN + local * count + at, mask=there, other=0).to(tl.int64)
         latent_at = _row_pointers(PAST_LATENT, NEW_LATENT, rows, past_latent_stride, new_latent_stride, retained)
         rope_at = _row_pointers(PAST_ROPE, NEW_ROPE, rows, past_rope_stride, new_rope_stride, retained)
         latent = load(latent_at[:, None] + c[None, :], there, c, C, BLOCK_C)
@@ -154,12 +156,12 @@ def _row_gradient_kernel(
     """One program: what one query adds to BLOCK_N rows: some columns of their latents or, the last, rotary keys."""
     local = tl.program_id(2).to(tl.int64)
     t = local + first
-    number = tl.load(NUMBER + t)
+    number = tl.load(NUMBER + local)
     start = tl.program_id(1) * BLOCK_N
     if start < number:
         at = start + tl.arange(0, BLOCK_N)
         there = at < number
-        rows = tl.load(CHOSEN + t * count + at, mask=there, other=0).to(tl.int64)
+        rows = tl.load(CHOSEN + local * count + at, mask=there, other=0).to(tl.int64)
         kept = (local * count + at)[:, None] * H
         column = tl.program_id(0) * BLOCK_C
         if column < C:
@@ -190,7 +192,7 @@ def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: flo
     check(q)
     out = q.new_empty(*q.shape[:2], new[0].shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=inner_dtype(q))
-    chosen, number = rows.new_empty(rows.shape, dtype=torch.int32), rows.new_empty(len(rows), dtype=torch.int32)
+    chosen, number = _compacted(rows, min(len(q), QUERY_TILE))
     _forward(*(rowwise(x, q.dtype) for x in (q, *past, *new)), rowwise(rows), chosen, number, out, lse, scale)
     return out, lse
 
@@ -216,8 +218,8 @@ def attend_backward(
     _check_buffers(past_grads, inner)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_new = [torch.zeros_like(part, dtype=inner, memory_format=torch.contiguous_format) for part in new]
-    chosen, number = rows.new_empty(rows.shape, dtype=torch.int32), rows.new_empty(len(rows), dtype=torch.int32)
     queries = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
+    chosen, number = _compacted(rows, queries)
     kept = [q.new_empty(queries, rows.shape[1], q.shape[1]) for _ in range(2)]
     _backward(
         *(rowwise(x, q.dtype) for x in (grad, q, *past, *new)),
@@ -235,16 +237,15 @@ def _forward(
     q: Tensor, past_latent: Tensor, past_rope: Tensor, latent: Tensor, rope: Tensor, rows: Tensor,
     chosen: Tensor, number: Tensor, out: Tensor, lse: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    if not len(q):
-        return
-    _compact(rows, chosen, number)
-    shape = _shape(q, latent, rope)
-    _forward_kernel[(len(q), triton.cdiv(shape["H"], shape["BLOCK_H"]))](
-        q, past_latent, past_rope, latent, rope, chosen, number, out, lse,
-        q.stride(0), q.stride(1), past_latent.stride(0), past_rope.stride(0), latent.stride(0), rope.stride(0),
-        rows.shape[1], len(past_latent),
-        SCALE=scale, BLOCK_N=_block(shape, q, 64), **shape, num_warps=8, num_stages=2,
-    )  # fmt: skip
+    count, shape = rows.shape[1], _shape(q, latent, rope)
+    for first in range(0, len(q), max(len(chosen), 1)):
+        queries = min(len(chosen), len(q) - first)
+        _compact_kernel[(queries,)](rows[first:], chosen, number, rows.stride(0), count, BLOCK=power(count))
+        _forward_kernel[(queries, triton.cdiv(shape["H"], shape["BLOCK_H"]))](
+            q, past_latent, past_rope, latent, rope, chosen, number, out, lse, *q.stride()[:2],
+            past_latent.stride(0), past_rope.stride(0), latent.stride(0), rope.stride(0), count, len(past_latent),
+            first, SCALE=scale, BLOCK_N=_block(shape, q, 64), **shape, num_warps=8, num_stages=2,
+        )  # fmt: skip
 
 
 @torch.library.custom_op(
@@ -259,16 +260,14 @@ def _backward(
     chosen: Tensor, number: Tensor, out: Tensor, lse: Tensor, grad_q: Tensor, grad_latent: Tensor, grad_rope: Tensor,
     past_grad_latent: Tensor | None, past_grad_rope: Tensor | None, weights: Tensor, grad_scores: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    if not len(q):
-        return
-    _compact(rows, chosen, number)
     count, shape = rows.shape[1], _shape(q, latent, rope)
     buffers = [past_grad_latent, past_grad_rope]
     kept = [0 if buffer is None else len(buffer) for buffer in buffers]
     targets = [new if old is None else old for old, new in zip(buffers, (grad_latent, grad_rope), strict=True)]
     columns = min(shape["BLOCK_C"], 128)
-    for first in range(0, len(q), len(weights)):
-        queries = min(len(weights), len(q) - first)
+    for first in range(0, len(q), max(len(chosen), 1)):
+        queries = min(len(chosen), len(q) - first)
+        _compact_kernel[(queries,)](rows[first:], chosen, number, rows.stride(0), count, BLOCK=power(count))
         _query_gradient_kernel[(queries, triton.cdiv(shape["H"], shape["BLOCK_H"]))](
             grad, q, past_latent, past_rope, latent, rope, chosen, number, out, lse, grad_q, weights, grad_scores,
             *grad.stride()[:2], *q.stride()[:2], *out.stride()[:2],
@@ -289,9 +288,9 @@ def _nothing(*_: object) -> None:
     """Allocate nothing."""
 
 
-def _compact(rows: Tensor, chosen: Tensor, number: Tensor) -> None:
-    count = rows.shape[1]
-    _compact_kernel[(len(rows),)](rows, chosen, number, rows.stride(0), count, BLOCK=power(count), num_warps=4)
+def _compacted(rows: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Return room for the rows of some queries without those that are none, and for their numbers."""
+    return rows.new_empty(queries, rows.shape[1], dtype=torch.int32), rows.new_empty(queries, dtype=torch.int32)
 
 
 def _shape(q: Tensor, latent: Tensor, rope: Tensor) -> dict[str, Any]:
