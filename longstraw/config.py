@@ -249,6 +249,7 @@ class RunConfig:
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = 1
     seed: int = 0
+    selfcheck: str = "auto"  # auto: a CUDA job first compares its kernels with their references | off
     save: bool = False  # at the end, the trained model or adapter in the run's folder
     claim: str | None = None
     mode: str = "auto"
@@ -267,6 +268,7 @@ class RunConfig:
     def _check(self) -> None:
         choose("mode", self.mode, MODES)
         choose("prompt_grad", self.prompt_grad, PROMPT_GRADS)
+        choose("selfcheck", self.selfcheck, ("auto", "off"))
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size={self.group_size}: advantages compare the responses of a group, so a group has two or "

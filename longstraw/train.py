@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from longstraw.config import RunConfig, native_length_warning, to_dict
 from longstraw.failures import RankLostError, describe, status_of
 from longstraw.memory import MemoryMeter
 from longstraw.observe import Progress, Watch
+from longstraw.parallel.traffic import TrafficMeter
 from longstraw.provenance import startup_facts
 from longstraw.record import Recorder
 from longstraw.resume import Keeper
 from longstraw.schema import constant_keys
+from longstraw.selfcheck import check_job
 from longstraw.stop import Preempted, Stop, Superseded
 from longstraw.trainer import build_trainer, model_facts, save_trained
 
@@ -46,8 +49,9 @@ def run_job(
     asked to end writes a checkpoint and a record of that, and returns why it ended.
     """
     folder, rank = Path(run_dir), ranks.rank if ranks is not None else 0
-    facts = startup_facts(config.hardware.backend)
+    facts, (checked, wrong) = startup_facts(config.hardware.backend), check_job(config)
     constants = {**constant_keys(config), **facts, "mode": "run", "command": command or facts["command"]}
+    constants["selfcheck"] = checked
     name = " ".join(overrides) or config.model.name
     with (
         Recorder(
@@ -63,13 +67,17 @@ def run_job(
         ) as recorder,
         MemoryMeter() as meter,
         Stop(agreed).listening() as stop,
+        ExitStack() as resources,
     ):
         if warning := native_length_warning(config.model, config.context):
             log.warning(warning)
         progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
-        watch = Watch(meter, progress, stop)
+        traffic = None if ranks is None else resources.enter_context(TrafficMeter())
+        watch = Watch(meter, progress, stop, traffic)
         step = 0
         try:
+            if wrong is not None:
+                raise wrong
             trainer = build_trainer(config, watch)
             facts_of_model = model_facts(trainer)
             named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
