@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from longstraw.memory import MemoryMeter
+from longstraw.parallel.traffic import TrafficMeter
 from longstraw.state import RetainedState
 from longstraw.step import Observer
 from longstraw.stop import Stop
@@ -70,8 +72,11 @@ class Peaks:
 class Watch(Observer):
     """Hands what the step tells to the meter, the clock and the progress file."""
 
-    def __init__(self, meter: MemoryMeter, progress: Progress, stop: Stop | None = None):
-        self.meter, self.progress, self.peaks = meter, progress, Peaks(meter)
+    def __init__(
+        self, meter: MemoryMeter, progress: Progress, stop: Stop | None = None, traffic: TrafficMeter | None = None
+    ):
+        """``traffic`` counts what is sent where there are several ranks."""
+        self.meter, self.progress, self.peaks, self.traffic = meter, progress, Peaks(meter), traffic
         self.stop = stop or Stop()
         self.seconds: dict[str, float] = {}
         self.most: dict[str, int] = {}  # the most bytes of a kind, host memory too, at the ends of chunks and branches
@@ -80,13 +85,15 @@ class Watch(Observer):
         """Begin a step: clocks at zero, peaks from what is held now."""
         self.seconds, self.most = {}, {}
         self.peaks.start()
+        if self.traffic is not None:
+            self.traffic.reset()
 
     @contextmanager
     def verb(self, name: str, positions: int) -> Iterator[None]:
         self.progress.start(name, positions)
         begun = time.perf_counter()
         try:
-            with self.meter.verb(name):
+            with self.meter.verb(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
@@ -111,9 +118,12 @@ class Watch(Observer):
     def aside(self) -> Iterator[None]:
         """Leave what happens inside out of the step's clock and peak: it measures the step, it is no part of it."""
         seconds, most = dict(self.seconds), dict(self.most)
+        sent = Counter(self.traffic.sent) if self.traffic is not None else None
         self.peaks.collect()
         try:
             yield
         finally:
             self.seconds, self.most = seconds, most
+            if self.traffic is not None and sent is not None:
+                self.traffic.sent = sent
             self.meter.reset_peak()

@@ -229,6 +229,7 @@ class Trainer:
             "state_gradient_bytes": self.watch.most["state_gradient"],
             "snapshot_bytes": self.watch.most["snapshots"],
             "host_bytes": peaks.host,
+            "bytes_sent_by_collective": self.watch.traffic and self.watch.traffic.by_collective(),
             "seconds_by_verb": dict(self.watch.seconds),
             "flops": flops if self.config.adapter.name == "none" else None,
             "recompute_difference": result.recompute_difference,
