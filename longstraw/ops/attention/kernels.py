@@ -36,7 +36,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _by_tokens(q), k[None], v[None], None, None, count, len(k), 0.0, causal, False, scale=scale
     )
-    return _by_heads(out, heads).to(torch.float32), lse.view(heads, repeats, count)
+    return _by_heads(out, heads).to(torch.float32), lse.reshape(heads, repeats, count)
 
 
 def part_backward(
@@ -85,7 +85,7 @@ def rows_backward(
         raise ValueError("give a buffer for both gradients, of keys and of values, or for none")
     if any(x is not None and x.stride(-1) != 1 for x in (k, v, key_grad, value_grad)):
         raise ValueError("the elements of a row must be contiguous")
-    flat, lse = [x.to(q.dtype).flatten(0, 1) for x in (grad, q, out)], lse.flatten(0, 1)
+    flat, lse = [x.to(q.dtype).flatten(0, 1) for x in (grad, q, out)], lse.flatten(0, 1).contiguous()
     delta = torch.empty_like(lse)
     grad_q = attention_rows_backward(flat[0], flat[1], k, v, flat[2], lse, delta, key_grad, value_grad, scale)
     return grad_q.view(q.shape)
