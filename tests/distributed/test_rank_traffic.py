@@ -10,7 +10,7 @@ from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConf
 from longstraw.model_config import DEFAULT_TARGETS
 from longstraw.parallel.sizes import rank_sizes
 
-EVEN = ((129, (8, 16)),)
+EVEN = ((129, (16, 32)),)  # every rank has as many tokens for every expert
 CASES = {
     "qwen": (2, Case(groups=((132, (7, 1)),))),
     "qwen, detached, scored": (2, Case(prompt_grad="detached", algorithm=(("old_logprobs", "score"),))),
