@@ -358,8 +358,13 @@ def show(settings: Settings, model: Decoder, findings: list[Finding], rows: list
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the audit that the arguments ask for and return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        keys = "\n".join(f"    {f.name}={'' if f.default is None else f.default}" for f in fields(Settings))
+        print(f"{__doc__}\nThe keys and their defaults:\n\n{keys}")
+        return 0
     try:
-        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        settings = parse(arguments)
         model = build(settings)
     except (ValueError, OSError) as error:
         print(f"longstraw.audit: {error}", file=sys.stderr)

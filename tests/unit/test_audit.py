@@ -125,6 +125,13 @@ def test_arguments():
             parse([wrong])
 
 
+def test_help_names_the_keys(capsys):
+    assert audit.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "    checkpoint=\n" in shown
+    assert "    dtype=float64\n" in shown
+
+
 @pytest.mark.parametrize("wrong", ["model=qwen", "checkpoint=/nowhere", "chunk=100", "device=nonsense"])
 def test_meaningless_arguments_are_no_failed_audit(capsys, wrong):
     assert audit.main([wrong, *SMALL]) == 2
