@@ -247,7 +247,7 @@ MUTATIONS = {
                                       "    tl.store(target[:, None] + columns[None, :], values, mask=mask) #"),
     "buffers begin at the first row": ("rows - (retained - kept)", "rows"),
     "rows before the buffer are added": ("(there & (past_row >= 0))[:, None]", "there[:, None]"),
-    "the forward's second tile is the first": ("t = first + local", "t = local"),
+    "the forward's second tile is the first": ("q[first:], past_latent", "q, past_latent"),
     "the second tile of queries is the first": ("t = local + first\n    heads", "t = local\n    heads"),
     "another tile's weights": ("t = local + first\n    number", "t = local + first\n    local = local * 0\n    number"),
     "the last block of rows is left out": ("if start < number:", "if start + BLOCK_N < number:"),

@@ -43,16 +43,15 @@ def _compact_kernel(ROWS, CHOSEN, NUMBER, stride, count, BLOCK: tl.constexpr):
     tl.store(NUMBER + t, tl.sum(there, 0))
 
 
-@triton.jit(do_not_specialize=["retained", "first"])
+@triton.jit(do_not_specialize=["retained"])
 def _forward_kernel(
     Q, PAST_LATENT, PAST_ROPE, NEW_LATENT, NEW_ROPE, CHOSEN, NUMBER, OUT, LSE,
-    q_t, q_h, past_latent_stride, past_rope_stride, new_latent_stride, new_rope_stride, count, retained, first,
+    q_t, q_h, past_latent_stride, past_rope_stride, new_latent_stride, new_rope_stride, count, retained,
     SCALE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """One program: the heads [BLOCK_H] of one query, over its rows in blocks of BLOCK_N."""
-    local = tl.program_id(0).to(tl.int64)
-    t = first + local
+    t = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_ok = heads < H
     c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -62,11 +61,11 @@ def _forward_kernel(
     out = tl.zeros([BLOCK_H, BLOCK_C], INNER)
     highest = tl.full([BLOCK_H], float("-inf"), INNER)
     total = tl.zeros([BLOCK_H], INNER)
-    number = tl.load(NUMBER + local)
+    number = tl.load(NUMBER + t)
     for start in range(0, number, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         there = at < number
-        rows = tl.load(CHOSEN + local * count + at, mask=there, other=0).to(tl.int64)
+        rows = tl.load(CHOSEN + t * count + at, mask=there, other=0).to(tl.int64)
         latent_at = _row_pointers(PAST_LATENT, NEW_LATENT, rows, past_latent_stride, new_latent_stride, retained)
         rope_at = _row_pointers(PAST_ROPE, NEW_ROPE, rows, past_rope_stride, new_rope_stride, retained)
         latent = load(latent_at[:, None] + c[None, :], there, c, C, BLOCK_C)
@@ -242,9 +241,9 @@ def _forward(
         queries = min(len(chosen), len(q) - first)
         _compact_kernel[(queries,)](rows[first:], chosen, number, rows.stride(0), count, BLOCK=power(count))
         _forward_kernel[(queries, triton.cdiv(shape["H"], shape["BLOCK_H"]))](
-            q, past_latent, past_rope, latent, rope, chosen, number, out, lse, *q.stride()[:2],
+            q[first:], past_latent, past_rope, latent, rope, chosen, number, out[first:], lse[first:], *q.stride()[:2],
             past_latent.stride(0), past_rope.stride(0), latent.stride(0), rope.stride(0), count, len(past_latent),
-            first, SCALE=scale, BLOCK_N=_block(shape, q, 64), **shape, num_warps=8, num_stages=2,
+            SCALE=scale, BLOCK_N=_block(shape, q, 64), **shape, num_warps=8, num_stages=2,
         )  # fmt: skip
 
 
