@@ -293,7 +293,8 @@ def _stop(jobs: Sequence[Job], lines: dict[int, Line], handles: dict[int, Any]) 
     while time.monotonic() < deadline and not all(handles[job.num].done() for job in open_jobs):
         time.sleep(0.1)
     for job in open_jobs:
-        leave_word(job.run_dir, "error", "interrupted: the command that started it was ended")
+        if not has_result(job.run_dir):  # it may just have ended by itself
+            leave_word(job.run_dir, "error", "interrupted: the command that started it was ended")
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:

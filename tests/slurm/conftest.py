@@ -110,8 +110,8 @@ sys.meta_path.insert(0, Finder())
 
 LOOP = """
 import signal, time
-from longstraw.record import append_row
-from longstraw.stop import Preempted, Stop
+from longstraw.record import append_row, latest_attempt
+from longstraw.stop import Preempted, Stop, Superseded
 
 def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks=None):
     fate, kept = config.claim, run_dir / "kept"
@@ -133,8 +133,11 @@ def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, rank
                 asked.told, asked.progressed = str(asked), step > first
                 append_row(run_dir, {**row, "status": "preempted", "error": asked.told}, attempt)
                 return asked
+            if (latest_attempt(run_dir) or 0) > attempt:
+                raise Superseded("a later attempt has begun")
             append_row(run_dir, {**row, "peak_allocated_bytes": 10**6, "prompt_positions": 1000,
                                  "response_positions": 24}, attempt)
+            kept.write_text(str(step + 1))
 """
 
 

@@ -1,6 +1,7 @@
 """Jobs on a real SLURM: submitted, failing, out of time, preempted, killed; a loop of sleeps in training's place."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from longstraw import launch, status, submit
 from longstraw import slurm as slurm_module
 from longstraw.config import ConfigError, from_dict, load_model_config, to_dict
 from longstraw.job import write_json
-from longstraw.table import read_json, read_rows, read_steps
+from longstraw.table import read_json, read_lines, read_rows, read_steps
 
 pytestmark = pytest.mark.slurm
 
@@ -196,3 +197,40 @@ def test_what_a_killed_job_could_not_write_is_written_by_status(stand_in, slurm,
     assert [row["step"] for row in rows] == list(range(kept + 2))
     assert [row["attempt"] for row in rows] == [0] * kept + [1] * 2
     assert ids(stand_in)[0] == known[0] != ids(stand_in)[1] != known[1]
+
+
+def test_a_lost_node_gives_a_later_attempt_and_a_zombie_that_writes_nothing(
+    cluster, stand_in, slurm, wait_for, watchdog
+):
+    (run,) = prepared(stand_in, job("long", steps=70))
+    errors, lost, count = [], [], []
+
+    def lose():
+        try:
+            wait_for("two steps are done", lambda: steps_done(run.run_dir) >= 2)
+            lost.append(slurm("squeue", "-h", "-j", ids(stand_in)[0], "-o", "%N"))
+            os.kill(int((cluster / "run" / f"slurmd.{lost[0]}.pid").read_text()), signal.SIGKILL)
+            wait_for("it has begun elsewhere", lambda: (run.run_dir / "records.1.jsonl").exists(), 90)
+            count.append(len(read_lines(run.run_dir / "records.jsonl")))
+        except BaseException as error:
+            errors.append(error)
+
+    helper = threading.Thread(target=lose, daemon=True)
+    helper.start()
+    try:
+        assert launch.launch([run], stand_in, alone=False) == 0
+        helper.join(10)
+        assert errors == []
+        assert [row["step"] for row in read_steps(run.run_dir)] == list(range(70))
+        assert len(read_lines(run.run_dir / "records.jsonl")) <= count[0] + 1  # a line that was being written then
+        result = read_json(run.run_dir / "result.json")
+        assert (result["status"], result["attempt"]) == ("ok", 1)
+        log = next((stand_in / "logs").glob("*/*_0_log.out"))
+        assert "Superseded: a later attempt has begun" in log.read_text()
+        assert slurm_module.states()[ids(stand_in)[0]].restarts == 1
+    finally:
+        for node in lost:
+            command = ["slurmd", "-f", str(cluster / "etc" / "slurm.conf"), "-N", node]
+            path = os.environ["PATH"] + ":/usr/sbin"
+            subprocess.run(command, timeout=30, check=False, env={**os.environ, "PATH": path})
+            subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=30, check=False)
