@@ -3,11 +3,13 @@
 import functools
 import gc
 import itertools
+from unittest import mock
 
 import cases
 import controls
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from longstraw.memory import MemoryMeter
 from longstraw.ops.counts import counts_stated
@@ -51,6 +53,15 @@ def control(case, groups, world, dropped=None):
     """Return what ``parity`` does with one collective left out, and the names of all that were called."""
     with controls.left_out(dropped) as called:
         return {"parity": parity(case, groups, world), "called": called}
+
+
+def unforced(case, groups, world):
+    """Return what gloo says if FSDP is given a factor of 1 and is not told to sum."""
+    with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
+        try:
+            parity(case, groups, world)
+        except RuntimeError as error:
+            return str(error)
 
 
 def finish(model, parallel):

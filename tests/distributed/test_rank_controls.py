@@ -71,3 +71,10 @@ def test_a_collective_left_out(ranks, name, dropped):
 def test_means_for_sums(ranks):
     worst, _ = ask(ranks, "qwen", MEAN)
     assert worst > LEAST
+
+
+def test_gloo_multiplies_no_float32_sum_by_a_factor(ranks):
+    """Where FSDP is not told to sum, it would: in float64, which all the others run in, gloo does not mind."""
+    case = Case(groups=((2, (3, 2)),), dtype="float32")
+    for answer in ranks(2).run(request(case, "unforced")):
+        assert "PREMUL_SUM" in answer
