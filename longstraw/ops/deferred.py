@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first used: nothing imports Triton unless a GPU path is chosen."""
+"""Modules that are imported when something of them is first used: Triton only where a GPU path is chosen."""
 
 from __future__ import annotations
 
