@@ -21,8 +21,8 @@ chmod 600 "$state/munge/key"
 timeout 10 munged --force --num-threads=2 --socket="$state/run/munge.sock" --key-file="$state/munge/key" \
   --pid-file="$state/run/munged.pid" --log-file="$state/log/munged.log" --seed-file="$state/munge/seed"
 
-# A GPU wants a character device (a plain file gives no CUDA_VISIBLE_DEVICES); these are twins of /dev/null.
-for gpu in 0 1 2 3 4 5 6 7; do [ -e "$state/dev/gpu$gpu" ] || mknod "$state/dev/gpu$gpu" c 1 3; done
+# A GPU wants a character device: a plain file gives no CUDA_VISIBLE_DEVICES.
+for gpu in 0 1 2 3 4 5 6 7; do ln -sf /dev/null "$state/dev/gpu$gpu"; done
 echo "Name=gpu Type=h20 File=$state/dev/gpu[0-7]" >"$state/etc/gres.conf"
 
 # cred_expire: a requeued job waits that long. GraceTime: from SIGTERM to SIGKILL where a job is preempted.
