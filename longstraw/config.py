@@ -370,7 +370,7 @@ def from_composed(composed: Any) -> RunConfig:
 
 def _typed_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a composed model that are not as its file in ``conf/model`` has them: a cut, an epsilon."""
-    listed = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
+    listed: Any = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
     others = ("checkpoint", "dtype", "rope_angles", "chunk", "response_length", "rope_scaling")
     return {key: value for key, value in model.items() if key not in others and value != listed[key]}
 

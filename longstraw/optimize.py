@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import OptimizerConfig
+from longstraw.ops.staging import host_empty
 from longstraw.parallel.apply import Parallel
 from longstraw.parallel.shard import like, local_tensor, total_norm
 
@@ -38,6 +39,9 @@ class Optimizer:
             parameter.register_post_accumulate_grad_hook(self._add if summed else self._made)
         self.updated = self.parameters if config.device is None else [_host_copy(p) for p in self.parameters]
         self.optimizer = _adamw(self.updated, config) if config.name == "adamw" else None
+        if self.optimizer is not None and config.device is not None:
+            for updated in self.updated:
+                self.optimizer.state[updated] = _host_state(updated)
 
     def update(self, loss: Tensor) -> float:
         """Clip the gradients, take the optimizer's step and drop them; return their norm before clipping.
@@ -75,10 +79,6 @@ class Optimizer:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [local_tensor(value) for value in values if isinstance(value, Tensor)]
 
-    def on_host(self) -> list[Tensor]:
-        """Return what lies in host memory because it was put there."""
-        return [] if self.config.device is None else [*map(local_tensor, self.updated), *self.state()]
-
     def _step(self) -> None:
         """Update the parameters; a gradient has their dtype and ends with the step."""
         assert self.optimizer is not None
@@ -87,8 +87,11 @@ class Optimizer:
             parameter.grad = None
             self._sums.pop(id(parameter), None)
             if gradient is not None:
-                gradient = gradient.to(updated.device, updated.dtype)
-                self._note("gradients", gradient)
+                if updated is parameter:
+                    gradient = gradient.to(updated.dtype)
+                    self._note("gradients", gradient)
+                else:
+                    gradient = host_empty(gradient.shape, updated.dtype).copy_(gradient)
                 updated.grad = like(updated, gradient)
         self.optimizer.step()
         self._note("optimizer", self.state())
@@ -140,8 +143,13 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch
 
 
 def _host_copy(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a copy of a parameter in host memory, page-locked where there is a GPU to copy to."""
-    local = local_tensor(parameter.detach()).to("cpu", copy=True)
-    if torch.cuda.is_available():
-        local = local.pin_memory()
-    return nn.Parameter(like(parameter, local))
+    """Return a copy of a parameter in host memory."""
+    local = local_tensor(parameter.detach())
+    return nn.Parameter(like(parameter, host_empty(local.shape, local.dtype).copy_(local)))
+
+
+def _host_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return what AdamW would make for ``parameter`` in its first step, in host memory."""
+    local = local_tensor(parameter.detach())
+    moments = (like(parameter, host_empty(local.shape, local.dtype).zero_()) for _ in range(2))
+    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)) | {"step": host_empty((), torch.float32).zero_()}

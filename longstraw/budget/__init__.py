@@ -62,6 +62,9 @@ def predict(
     host = rows + row_gradients if lengths.on_host else 0
     if lengths.on_host:
         rows = row_gradients = 0
+    if config.optimizer.device == "cpu":
+        host += 2 * sum(sizes) + optimizer  # copies of the parameters, and of their gradients while they are updated
+        optimizer = 0
     models = 2 if config.algorithm.kl_coef and config.adapter.name == "none" else 1  # the reference is another model
 
     def held_with(verb_activations: int, snapshots: int = 0, more: dict[str, int] | None = None) -> dict[str, int]:

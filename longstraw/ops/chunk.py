@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """``count`` positions evaluated together, of which [start, stop) are this process's own part."""
 
     count: int

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from longstraw.config import ConfigError, OptimizerConfig
+from longstraw.memory import MemoryMeter
 from longstraw.optimize import Optimizer
 
 LOSS = torch.tensor(1.0)
@@ -55,14 +56,18 @@ def test_steps_are_those_of_torch(device):
 
 def test_what_lies_on_the_host_is_told():
     weights = parameters()
-    optimizer = Optimizer(weights, config(device="cpu"))
-    backward(weights)
-    optimizer.update(LOSS)
-    count = sum(w.numel() for w in weights)
-    moments = [x for x in optimizer.on_host() if x.dim()]
-    assert sum(x.numel() for x in moments) == 3 * count  # the copy and two moments
+    with MemoryMeter(rounding=1) as meter:
+        meter.tag("parameters", weights)
+        optimizer = Optimizer(weights, config(device="cpu"), note=meter.tag)
+        backward(weights)
+        meter.reset_peak()
+        held = meter.current
+        optimizer.update(LOSS)
+    size = sum(w.nbytes for w in weights)
+    assert meter.host == 3 * size + 4 * len(weights)  # the copy, two moments, counts of steps
+    assert meter.host_peak == meter.host + size  # a gradient comes and goes
+    assert meter.peak - held < size  # no moments on the device
     assert not {x.data_ptr() for x in optimizer.updated} & {x.data_ptr() for x in weights}
-    assert Optimizer(parameters(), config()).on_host() == []
 
 
 def summed(gradient_dtype, terms):
