@@ -37,8 +37,8 @@ def resolve(config: RunConfig) -> Place:
     _check_ranks(config, place)
     if config.hardware.backend != "cpu":
         raise ConfigError(
-            f"hardware={config.hardware.name}: this version computes on the processor, its GPU kernels are not there "
-            f"yet; {WORKS}"
+            f"hardware={config.hardware.name}: this version computes on the processor; its GPU kernels have not run on "
+            f"a GPU yet (python -m longstraw.selfcheck tries them on yours); {WORKS}"
         )
     return place
 
