@@ -29,8 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+
+from longstraw.failures import RankLostError, describe, status_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +93,7 @@ class Checkpoints:
             shutil.rmtree(beside, ignore_errors=True)  # of a save that was killed
             beside.mkdir(parents=True)
         _together()
-        with _alone():
+        with _plain():
             dcp.save(self._tensors(), checkpoint_id=beside, no_dist=not _ranks_are_several())
         sums = _sums(beside, _from_first(lambda: sorted(path.name for path in beside.iterdir())))
         stands = not agreed(self.superseded())
@@ -159,7 +162,7 @@ class Checkpoints:
         random = {name: state for name, state in random_states().items() if name in held}
         moments = self._moments(held)
         made = {f"optimizer.{name}.{key}": value for (name, key), value in moments.items()}
-        with _alone():
+        with _plain():
             dcp.load(wanted | random | made, checkpoint_id=place, no_dist=not _ranks_are_several())
         with torch.no_grad():
             for name, updated in self.updated.items():
@@ -292,11 +295,20 @@ def _sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Keep torch from warning that a single rank is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+def _plain() -> Iterator[None]:
+    """Keep torch from warning that a single rank is one, and raise what went wrong as what it was, with its rank.
+
+    torch raises no ``Exception`` here, so what handles those would miss a full disk.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != _rank(), item[0]))
+        if rank == _rank() or not isinstance(cause, Exception):
+            raise cause from error
+        raise RankLostError(rank, "its host", f"failed: {describe(cause)}", status_of(cause)) from error
 
 
 def _ranks() -> int:

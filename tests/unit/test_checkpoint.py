@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from longstraw import checkpoint
 from longstraw.checkpoint import CheckpointMismatchError, Checkpoints, agreed, read_state
+from longstraw.failures import RankLostError
 from longstraw.stop import Preempted, Stop
 
 
@@ -203,12 +205,29 @@ def test_a_zombie_leaves_everything_as_it_was(tmp_path):
     assert (tmp_path / "step-00000004" / "state.json").read_text() == content
 
 
+def test_what_torch_s_own_writer_meets_is_raised_as_it_is(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        Checkpoints(tmp_path, *training()).save(3)
+    assert not (tmp_path / "step-00000003").exists()
+
+
+def test_another_rank_s_failure_names_it():
+    failure = CheckpointException("", {1: (MemoryError("no memory"), [])})
+    with pytest.raises(RankLostError, match="rank 1 on its host failed: no memory") as raised, checkpoint._plain():
+        raise failure
+    assert raised.value.status == "oom"
+
+
 def test_a_full_disk_leaves_the_older_one(tmp_path, monkeypatch):
     parameters, optimizer = training()
     checkpoints = Checkpoints(tmp_path, parameters, optimizer)
     checkpoints.save(1)
     monkeypatch.setattr("longstraw.checkpoint.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(BaseException, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):
         checkpoints.save(2)
     monkeypatch.undo()
     assert Checkpoints(tmp_path, *training(seed=1)).load() == 1
