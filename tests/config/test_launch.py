@@ -158,7 +158,9 @@ def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     assert "#SBATCH --array=0-1" in first
     assert "#SBATCH --time=1440" in first
     assert "#SBATCH --time=7" in second
-    assert all("--kill-on-bad-exit=0 --wait=600" in script and "#SBATCH --partition=p" in script for script in (first, second))
+    for script in (first, second):
+        assert "--kill-on-bad-exit=0 --wait=600" in script
+        assert "#SBATCH --partition=p" in script
     assert [handles[num].job_id for num in (0, 1, 2)] == ["100_0", "101", "100_1"]
     launch.write_manifest(jobs, tmp_path, handles)
     manifest = json.loads((tmp_path / "sweep.json").read_text())
