@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -10,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from longstraw.memory import MemoryMeter
+import torch
+
+from longstraw.memory import NO_VERB, MemoryMeter
 from longstraw.parallel.traffic import TrafficMeter
 from longstraw.state import RetainedState
 from longstraw.step import Observer
@@ -49,6 +52,9 @@ class Progress:
 class Peaks:
     """The peak of a step whose measuring is interrupted."""
 
+    measured_by = "storages"
+    reserved: int | None = None
+
     def __init__(self, meter: MemoryMeter):
         self.meter = meter
         self.start()
@@ -68,15 +74,82 @@ class Peaks:
             self.by_kind = self.meter.peak_bytes_by_kind
         self.host = max(self.meter.host_peak, self.host)
 
+    @contextmanager
+    def during(self, verb: str) -> Iterator[None]:
+        """Attribute what is reached in this block to ``verb``."""
+        with self.meter.verb(verb):
+            yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave what is reached in this block out."""
+        self.collect()
+        before = {name: copy.copy(value) for name, value in vars(self).items() if name != "meter"}
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+            self._reset()
+
+    def _reset(self) -> None:
+        self.meter.reset_peak()
+
+
+class CudaPeaks(Peaks):
+    """The peak as the CUDA allocator knows it; which kinds it was made of is still the meter's count."""
+
+    measured_by = "cuda"
+
+    def start(self) -> None:
+        super().start()
+        self.counted, self.reserved = 0, 0
+        self._verb = NO_VERB
+        self._reset()
+
+    def collect(self) -> None:
+        peak = torch.cuda.max_memory_allocated()
+        self.by_verb[self._verb] = max(peak, self.by_verb.get(self._verb, 0))
+        if peak > self.peak:
+            self.peak, self.verb = peak, self._verb
+        self.reserved = max(torch.cuda.max_memory_reserved(), self.reserved or 0)
+        if self.meter.peak > self.counted:
+            self.counted, self.by_kind = self.meter.peak, self.meter.peak_bytes_by_kind
+        self.host = max(self.meter.host_peak, self.host)
+
+    @contextmanager
+    def during(self, verb: str) -> Iterator[None]:
+        self._switch(verb)
+        try:
+            with self.meter.verb(verb):
+                yield
+        finally:
+            self._switch(NO_VERB)
+
+    def _reset(self) -> None:
+        super()._reset()
+        torch.cuda.reset_peak_memory_stats()
+
+    def _switch(self, verb: str) -> None:
+        self.collect()
+        self._verb = verb
+        torch.cuda.reset_peak_memory_stats()
+
 
 class Watch(Observer):
     """Hands what the step tells to the meter, the clock and the progress file."""
 
     def __init__(
-        self, meter: MemoryMeter, progress: Progress, stop: Stop | None = None, traffic: TrafficMeter | None = None
+        self,
+        meter: MemoryMeter,
+        progress: Progress,
+        stop: Stop | None = None,
+        traffic: TrafficMeter | None = None,
+        *,
+        backend: str = "cpu",
     ):
-        """``traffic`` counts what is sent where there are several ranks."""
-        self.meter, self.progress, self.peaks, self.traffic = meter, progress, Peaks(meter), traffic
+        """``traffic`` counts what is sent where there are several ranks; ``backend`` says who measures memory."""
+        self.meter, self.progress, self.traffic = meter, progress, traffic
+        self.peaks = CudaPeaks(meter) if backend == "cuda" else Peaks(meter)
         self.stop = stop or Stop()
         self.seconds: dict[str, float] = {}
         self.most: dict[str, int] = {}  # the most bytes of a kind, host memory too, at the ends of chunks and branches
@@ -93,7 +166,7 @@ class Watch(Observer):
         self.progress.start(name, positions)
         begun = time.perf_counter()
         try:
-            with self.meter.verb(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
+            with self.peaks.during(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
@@ -119,11 +192,10 @@ class Watch(Observer):
         """Leave what happens inside out of the step's clock and peak: it measures the step, it is no part of it."""
         seconds, most = dict(self.seconds), dict(self.most)
         sent = Counter(self.traffic.sent) if self.traffic is not None else None
-        self.peaks.collect()
         try:
-            yield
+            with self.peaks.aside():
+                yield
         finally:
             self.seconds, self.most = seconds, most
             if self.traffic is not None and sent is not None:
                 self.traffic.sent = sent
-            self.meter.reset_peak()

@@ -35,11 +35,6 @@ def resolve(config: RunConfig) -> Place:
             raise ConfigError(f"mode=run: {place.why}; {WORKS}")
         raise ConfigError(f"mode=auto would simulate, because {place.why}; this version cannot simulate yet; {WORKS}")
     _check_ranks(config, place)
-    if config.hardware.backend != "cpu":
-        raise ConfigError(
-            f"hardware={config.hardware.name}: this version computes on the processor; its GPU kernels have not run on "
-            f"a GPU yet (python -m longstraw.selfcheck tries them on yours); {WORKS}"
-        )
     return place
 
 

@@ -73,7 +73,7 @@ def run_job(
             log.warning(warning)
         progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
         traffic = None if ranks is None else resources.enter_context(TrafficMeter())
-        watch = Watch(meter, progress, stop, traffic)
+        watch = Watch(meter, progress, stop, traffic, backend=config.hardware.backend)
         step = 0
         try:
             if wrong is not None:

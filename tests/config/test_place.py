@@ -98,10 +98,11 @@ def test_a_command_is_started_once(monkeypatch):
         place.resolve(job({**CPU, "ranks": 4}))
 
 
-def test_a_gpu_is_not_computed_on_by_a_version_without_kernels(monkeypatch):
+def test_a_gpu_of_this_machine_is_taken(monkeypatch):
     monkeypatch.setattr(place, "visible_gpus", lambda: ["0"])
-    with pytest.raises(ConfigError, match="hardware=cuda: this version computes on the processor"):
-        place.resolve(job(ONE))
+    found = place.resolve(job(ONE))
+    assert (found.mode, found.where) == ("run", "here")
+    assert "1 GPU of this machine" in found.why
 
 
 @pytest.mark.parametrize(
