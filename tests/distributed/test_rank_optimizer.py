@@ -9,7 +9,6 @@ from longstraw.config import OptimizerConfig
 CONFIG = OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 CASES = {
     "qwen": (2, Case(groups=((130, (5, 3)),))),
-    "glm": (2, Case("glm", groups=((130, (5, 3)),))),
     "glm, prompts side by side, experts on two": (4, Case("glm", groups=((66, (5, 3)), (65, (3, 4))), dp=2, ep=2)),
     "adapters": (2, Case(groups=((130, (5, 3)),), adapter=("q_proj", "out_proj", "down_proj"))),
 }

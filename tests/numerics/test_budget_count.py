@@ -76,8 +76,8 @@ CASES = {
     },
     "glm": {"context": 2048, "chunk": 512, "prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
-SLOW = {"16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"}}
 LONG = {
+    "16Ki exact": {"context": 2**14, "group_size": 8, "prompt_grad": "exact"},
     "64Ki detached": {"context": 2**16, "group_size": 8},
     "64Ki exact": {"context": 2**16, "prompt_grad": "exact"},
 }
@@ -142,7 +142,6 @@ def differences(config, row):
     "keys",
     [
         *CASES.values(),
-        *(pytest.param(keys, marks=pytest.mark.slow) for keys in SLOW.values()),
         *(pytest.param(keys, marks=pytest.mark.long) for keys in LONG.values()),
     ],
 )

@@ -1,6 +1,7 @@
 """What the counted peak grows with: not with the group, and with the context by the state and nothing else."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -34,11 +35,11 @@ def test_the_peak_does_not_grow_with_the_group(tmp_path):
     assert eight["peak_by_verb"]["replay"] - two["peak_by_verb"]["replay"] < 0.005 * two["peak_allocated_bytes"]
 
 
-@pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
-def test_doubling_the_context_adds_the_state_and_nothing_of_its_order(tmp_path, prompt_grad):
-    one, two, four = (peak(tmp_path / str(c), c, 2, prompt_grad=prompt_grad) for c in (1536, 3072, 6144))
+@pytest.mark.parametrize(("prompt_grad", "contexts"), [("detached", (1536, 3072, 6144)), ("exact", (1536, 3072))])
+def test_doubling_the_context_adds_the_state_and_nothing_of_its_order(tmp_path, prompt_grad, contexts):
+    rows = [peak(tmp_path / str(c), c, 2, prompt_grad=prompt_grad) for c in contexts]
     keys = ["retained_bytes"] + ["state_gradient_bytes", "snapshot_bytes"] * (prompt_grad == "exact")
-    for less, more in ((one, two), (two, four)):
+    for less, more in pairwise(rows):
         state = sum(more[key] - less[key] for key in keys)
         tokens = (more["context"] - less["context"]) * 8
         grown = more["peak_allocated_bytes"] - less["peak_allocated_bytes"]

@@ -262,15 +262,18 @@ def test_a_process_reads_only_its_part(tmp_path, monkeypatch):
     for rank in range(2):
         spy = Spy()
         monkeypatch.setattr(weights, "safe_open", spy)
-        empty = build_model(model.config, device="meta")
+        half = {}
 
-        def place(name, tensor, rank=rank):
+        def place(name, tensor, rank=rank, half=half):
             start = rank * (len(tensor) // 2)
             end = len(tensor) // 2 if rank == 0 else len(tensor)
-            return torch.full((end - start, *tensor.shape[1:]), torch.nan), (start,) + (0,) * (tensor.dim() - 1)
+            half[name] = torch.full((end - start, *tensor.shape[1:]), torch.nan)
+            return half[name], (start,) + (0,) * (tensor.dim() - 1)
 
+        empty = build_model(model.config, device="meta")
         load_weights(empty, folder, dtype=torch.float32, device=torch.device("cpu"), place=place)
-        halves.append(empty.state_dict())
+        assert all(tensor.is_meta for tensor in empty.state_dict().values())  # what is filled is where it was placed
+        halves.append(half)
         assert sum(count for _, count in spy.read) == sum(t.numel() for t in halves[-1].values())
     for name, tensor in model.state_dict().items():
         assert torch.equal(torch.cat([half[name] for half in halves]), tensor)
