@@ -133,7 +133,8 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     if not in_process:
         _print_failed(jobs, handles)
     print(table([job.run_dir for job in jobs], errors=not in_process))
-    print(f"records: {_shown(folder)}/{'*' if len(jobs) > 1 else jobs[0].num}/records.jsonl", flush=True)
+    where = _shown(folder / "*" if len(jobs) > 1 else jobs[0].run_dir)  # hydra.run.dir names the job's own folder
+    print(f"records: {where}/records.jsonl", flush=True)
     return code
 
 

@@ -80,6 +80,12 @@ def test_one_job_runs_in_this_process_and_ends_with_its_table(longstraw):
     assert not (folder_of(done) / "0" / "log").exists()
 
 
+def test_a_folder_that_was_asked_for_is_the_one_that_is_named(longstraw, stand_in):
+    done = longstraw("hydra.run.dir=elsewhere/mine")
+    assert done.stdout.splitlines()[-1] == "records: elsewhere/mine/records.jsonl"
+    assert (stand_in / "elsewhere" / "mine" / "records.jsonl").exists()
+
+
 @pytest.mark.parametrize(("claim", "traceback"), [("data", False), ("raises", True)])
 def test_a_users_mistake_is_a_line_and_ours_a_traceback(longstraw, claim, traceback):
     done = longstraw(f"claim={claim}")
