@@ -91,6 +91,9 @@ class Peaks:
             vars(self).update(before)
             self._reset()
 
+    def settle(self) -> None:
+        """Wait for what was started on the device, before a clock is read."""
+
     def _reset(self) -> None:
         self.meter.reset_peak()
 
@@ -124,6 +127,9 @@ class CudaPeaks(Peaks):
                 yield
         finally:
             self._switch(NO_VERB)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
 
     def _reset(self) -> None:
         super()._reset()
@@ -169,6 +175,7 @@ class Watch(Observer):
             with self.peaks.during(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
                 yield
         finally:
+            self.peaks.settle()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def advance(self, positions: int) -> None:

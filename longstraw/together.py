@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from longstraw.parallel.apply import Parallel
 
 SUMMED = ("prefilled_positions", "replayed_positions", "scored_positions", "recomputed_positions", "flops")
-LARGEST = ("prompt_positions", "response_positions", "recompute_difference")
+LARGEST = ("prompt_positions", "response_positions", "recompute_difference", "peak_reserved_bytes", "host_bytes")
 MEANS = (
     "loss",
     "reward_mean",
@@ -40,10 +41,15 @@ def merge(rows: list[dict[str, Any]], prompts: int) -> dict[str, Any]:
     firsts = rows[:: len(rows) // prompts]  # what the ranks of one prompt say of it is the same
     merged = dict(max(rows, key=lambda row: row["peak_allocated_bytes"]))
     merged["peak_allocated_bytes_by_rank"] = [row["peak_allocated_bytes"] for row in rows]
-    for keys, function in ((SUMMED, sum), (LARGEST, max), (MEANS, statistics.fmean)):
+    merges: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [
+        (SUMMED, sum),
+        (LARGEST, max),
+        (MEANS, statistics.fmean),
+    ]
+    for keys, function in merges:
         for key in keys:
             if key in merged:
-                given = [row[key] for row in (rows if key in LARGEST else firsts)]
+                given = [row.get(key) for row in (rows if key in LARGEST else firsts)]
                 merged[key] = None if None in given else function(given)
     verbs = {verb for row in rows for verb in row[SLOWEST]}
     merged[SLOWEST] = {verb: max(row[SLOWEST].get(verb, 0.0) for row in rows) for verb in sorted(verbs)}

@@ -39,6 +39,14 @@ from longstraw.step import (
 from longstraw.together import together
 
 
+def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
+    """Return the step at which one prompt after the other would reach this one's group.
+
+    A task gives the same group for ``every`` steps in a row, so groups are ``every`` apart.
+    """
+    return (step // every * dp + dp_rank) * every
+
+
 @dataclass
 class Shared:
     """A retained prompt that several optimizer steps share."""
@@ -132,10 +140,10 @@ class Trainer:
         return self.shared, retained.positions, scored
 
     def _groups_before(self, step: int) -> int:
-        """Return the number of this rank's group: prompts side by side take one each."""
+        """Return the number that this rank's task knows its group by: prompts side by side take one each."""
         if self.parallel is None:
             return step
-        return step * self.parallel.mesh.sizes.dp + self.parallel.mesh.dp_rank
+        return group_number(step, self.config.refresh_every, self.parallel.mesh.sizes.dp, self.parallel.mesh.dp_rank)
 
     def _scorings(self) -> int:
         """Return how often the responses are evaluated without a graph on a fresh prompt."""
@@ -155,7 +163,7 @@ class Trainer:
         fresh = score_fresh(self.model, shared.group, chunk=config.chunk, state=config.state, observer=self.watch)
         masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
         differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
-        drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean())}
+        drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean()), "loss_drift": None}
         if shared.old_logprobs is None and not self.config.algorithm.kl_coef:
             return drift
         stale_loss, fresh_loss = (self._loss(shared, logprobs) for logprobs in (result.logprobs, fresh))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -39,8 +40,11 @@ class Parallel:
             if gradient is None:
                 continue
             if id(parameter) in self.replicated:
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
                 with labelled("gradients"):
-                    dist.all_reduce(gradient, group=self.replicated[id(parameter)])
+                    dist.all_reduce(wide, group=self.replicated[id(parameter)])
+                if wide is not gradient:
+                    gradient.copy_(wide)
             if self.mesh.sizes.dp > 1:
                 gradient /= self.mesh.sizes.dp
 

@@ -47,11 +47,15 @@ def build_spread(
 def gather_model(parallel: Parallel, adapter: AdapterConfig) -> Decoder | None:
     """Return the model in rank 0's host memory, as one process would have it, for saving; None on other ranks.
 
-    Every rank takes part, one tensor at a time.
+    Every rank takes part, one tensor at a time. Of a model with adapters only those are gathered: the rest, which has
+    not changed, stays on the meta device.
     """
+    adapted = adapter.name != "none"
     state = {}
     first = parallel.mesh.world.get_local_rank() == 0
     for name, tensor in parallel.model.state_dict().items():
+        if adapted and ".lora_" not in name:
+            continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if first:
             state[name] = whole.detach().to("cpu")
@@ -59,7 +63,7 @@ def gather_model(parallel: Parallel, adapter: AdapterConfig) -> Decoder | None:
     if not first:
         return None
     model = add_adapter(build_model(parallel.model.config, device="meta"), adapter)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=True, strict=not adapted)
     return model
 
 

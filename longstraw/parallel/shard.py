@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from longstraw.parallel.collectives import labelled
 
@@ -78,14 +79,9 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return ``local``, this rank's part, spread as ``parameter`` is."""
+    """Return ``local``, this rank's part, spread as ``parameter`` is. It stays where it is, also in host memory."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # ``from_local`` would take it to the mesh's device

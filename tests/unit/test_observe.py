@@ -15,6 +15,11 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: self.reserved)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.settle)
+        self.settled = 0
+
+    def settle(self):
+        self.settled += 1
 
     def reset(self):
         self.peak = self.reserved = self.now
@@ -50,6 +55,7 @@ def test_verbs_have_their_own_peaks(watch):
     assert watch.peaks.by_verb == {"other": 30, "prefill": 50, "replay": 80}
     assert (watch.peaks.peak, watch.peaks.verb, watch.peaks.reserved) == (80, "replay", 160)
     assert watch.peaks.measured_by == "cuda"
+    assert allocator.settled == 3  # the clock of a verb is read when its kernels are done
 
 
 def test_what_is_aside_does_not_count(watch):

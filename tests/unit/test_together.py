@@ -34,6 +34,11 @@ def test_two_prompts_side_by_side():
     assert merged["kl"] is None
 
 
+def test_what_one_prompt_lacks_is_null():
+    rows = [dict(ROWS[0]), {**ROWS[1], "loss_drift": 0.1}, dict(ROWS[2]), {**ROWS[3], "loss_drift": 0.2}]
+    assert merge(rows, prompts=2)["loss_drift"] is None
+
+
 def test_one_prompt():
     assert merge(ROWS[:2], prompts=1)["prefilled_positions"] == 100
 
