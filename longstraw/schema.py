@@ -71,7 +71,7 @@ KEYS = _keys("""
     world_size                     int    ranks
     cp                             int    ranks that share a prompt's positions
     ep                             int    ranks that share the experts
-    dp                             int    replicas of a group
+    dp                             int    prompts side by side
     nodes                          int    machines
     selfcheck                      str    outcome of the kernels' self-check on this device
     steps                          int    optimizer steps the job was asked for

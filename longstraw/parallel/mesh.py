@@ -18,8 +18,8 @@ from longstraw.parallel.sizes import Sizes
 class Mesh:
     """All ranks in a row, the same ranks as (dp, cp), and as (replica, ep).
 
-    Ranks beside each other share a prompt: they are the ones on a node. Parameters are spread over ``world``, a
-    prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
+    Ranks beside each other share a prompt, so that they are on one node where it has enough. Parameters are spread over
+    ``world``, a prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
     """
 
     sizes: Sizes
