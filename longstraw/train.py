@@ -20,7 +20,7 @@ from longstraw.resume import Keeper
 from longstraw.schema import constant_keys
 from longstraw.selfcheck import check_job
 from longstraw.stop import Preempted, Stop, Superseded
-from longstraw.trainer import build_trainer, model_facts, save_trained
+from longstraw.trainer import Trainer, build_trainer, model_facts, save_trained
 
 if TYPE_CHECKING:
     from longstraw.parallel.ranks import Ranks
@@ -74,12 +74,10 @@ def run_job(
         progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
         traffic = None if ranks is None else resources.enter_context(TrafficMeter())
         watch = Watch(meter, progress, stop, traffic, backend=config.hardware.backend)
-        step = 0
         try:
             if wrong is not None:
                 raise wrong
             trainer = build_trainer(config, watch)
-            facts_of_model = model_facts(trainer)
             named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
             keeper = Keeper(
                 config,
@@ -91,29 +89,35 @@ def run_job(
                 stop=stop,
                 attempt=attempt,
             )
-            first = keeper.resume()
-            trainer.tag_optimizer()
-            for step in range(first, config.steps):
-                progress.step = step
-                keeper.begin()
-                row = trainer.step(step)
-                recorder.log({**facts_of_model, **row, **keeper.facts(step)})
-                if row["status"] != "ok":
-                    raise NotFiniteError(f"step {step}: {row['error']}")
-                keeper.end(step + 1)
+            _take_steps(trainer, keeper)
             if config.save:
                 save_trained(trainer, folder)
         except Preempted as asked:
-            recorder.log({**facts_of_model, **keeper.leave(step, asked)})
+            recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
             return asked
         except (NotFiniteError, Superseded):
             raise
         except Exception as error:
             watch.peaks.collect()
             cause = ranks.cause(error) if ranks is not None else error
-            recorder.log(_failure(cause, step, watch))
+            recorder.log(_failure(cause, progress.step, watch))
             raise
     return None
+
+
+def _take_steps(trainer: Trainer, keeper: Keeper) -> None:
+    """Take the steps that no checkpoint has, each with its record; ``progress.step`` is the one that is being taken."""
+    facts = model_facts(trainer)
+    first = keeper.resume()
+    trainer.tag_optimizer()
+    for step in range(first, trainer.config.steps):
+        trainer.watch.progress.step = step
+        keeper.begin()
+        row = trainer.step(step)
+        keeper.recorder.log({**facts, **row, **keeper.facts(step)})
+        if row["status"] != "ok":
+            raise NotFiniteError(f"step {step}: {row['error']}")
+        keeper.end(step + 1)
 
 
 def _failure(error: Exception, step: int, watch: Watch) -> dict[str, Any]:
