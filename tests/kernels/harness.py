@@ -1,15 +1,17 @@
 """What tests of kernels share: buffers that show a stray access, mutants that must fail, one way to compare.
 
-A check is a plain function ``check(kernels)`` that takes the module under test, asserts, and returns nothing. A test
-calls it with the real module; `assert_killed` calls it with mutants of it, each of which must fail.
+A check is a plain function ``check(fused)`` that takes the module under test, an op's host code, asserts, and returns
+nothing. A test calls it with the real module; `assert_killed` calls it with mutants, each of which must fail.
 """
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -75,13 +77,29 @@ def assert_close(values, targets, bar):
 
 
 def mutant(module, before, after):
-    """Return a copy of ``module`` in whose source the only occurrence of ``before`` is replaced by ``after``."""
-    source = Path(module.__file__).read_text()
-    assert source.count(before) == 1, f"{before!r} occurs {source.count(before)} times in {module.__name__}"
+    """Return a copy of ``module``, an op's host code, in which the only occurrence of ``before`` is ``after``.
+
+    It may be in the module itself or in the kernels that it launches.
+    """
+    launched = importlib.import_module(module.__name__.rpartition(".")[0] + ".kernels")
+    kernels = [x for x in vars(launched).values() if inspect.ismodule(x) and launched.__name__ in x.__name__]
+    changed = [x for x in (module, launched, *kernels) for _ in range(Path(x.__file__).read_text().count(before))]
+    assert len(changed) == 1, f"{before!r} occurs {len(changed)} times in {module.__name__} and its kernels"
+    copy = _copy(module, before, after)
+    if changed[0] is not module:
+        other = _copy(changed[0], before, after)
+        # what the package offers of the changed file, and that file itself by its name
+        offered = {name: getattr(other, name, x) for name, x in vars(launched).items() if not name.startswith("__")}
+        copy.kernels = SimpleNamespace(**offered | {changed[0].__name__.rpartition(".")[2]: other})
+    return copy
+
+
+def _copy(module, before, after):
+    """Return ``module`` loaded anew with ``before`` replaced in its source, its operators under names of their own."""
     number = next(_count)
-    source = source.replace(before, after).replace('"longstraw::', f'"longstraw_mutant_{number}::')
+    source = Path(module.__file__).read_text().replace(before, after)
     path = Path(_folder.name) / f"mutant_{number}.py"
-    path.write_text(source)
+    path.write_text(source.replace('"longstraw::', f'"longstraw_mutant_{number}::'))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)

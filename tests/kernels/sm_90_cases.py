@@ -5,7 +5,7 @@ To add a case, add a line: a name, and a function without arguments that calls t
 
 import torch
 
-from longstraw.ops.attention import kernels as attention
+from longstraw.ops.attention import fused as attention
 from longstraw.ops.latent import kernels as latent
 from longstraw.ops.logprob import kernels as logprob
 

@@ -7,7 +7,7 @@ from interpreter import shuffled_programs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from longstraw.ops.attention import kernels, reference
+from longstraw.ops.attention import fused, reference
 
 CASES = [  # key/value heads, query heads for each, queries, rows, rows with a gradient, width
     (2, 2, 70, 130, 130, 16),
@@ -58,7 +58,7 @@ def check(module, case=CASES[0], dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_reference(case, dtype):
-    check(kernels, case, dtype)
+    check(fused, case, dtype)
 
 
 def check_padded(module, case=SMALL):
@@ -72,14 +72,14 @@ def check_padded(module, case=SMALL):
 
 
 def test_reads_and_writes_nothing_beyond_its_tensors():
-    check_padded(kernels)
+    check_padded(fused)
 
 
 def test_offsets_past_int32():
     grad, q, k, v, out, lse, buffers, scale = inputs((2, 1, 20, 40, 36, 16))
-    near = gradients(kernels, grad, q, k, v, out, lse, buffers, scale)
+    near = gradients(fused, grad, q, k, v, out, lse, buffers, scale)
     spread = [far(x) for x in buffers]
-    grad_q = kernels.rows_backward(grad, q, far(k), far(v), out, lse, *spread, scale=scale)
+    grad_q = fused.rows_backward(grad, q, far(k), far(v), out, lse, *spread, scale=scale)
     assert all(a.equal(b) for a, b in zip((grad_q, *spread), near.values(), strict=True))
 
 
@@ -89,24 +89,24 @@ def test_parts_add_up_to_the_whole():
     total = torch.zeros_like(q)
     for rows in (slice(0, 37), slice(37, 38), slice(38, 70)):
         tiles = (x[max(rows.start - 10, 0) : rows.stop - 10] for x in parts)  # of 70 rows the last 60 have a gradient
-        total += kernels.rows_backward(grad, q, k[rows], v[rows], out, lse, *tiles, scale=scale)
+        total += fused.rows_backward(grad, q, k[rows], v[rows], out, lse, *tiles, scale=scale)
     assert_close({"q": total, "k": parts[0], "v": parts[1]}, expected, BARS[torch.float32])
 
 
 def test_without_buffers_rows_are_constants():
     grad, q, k, v, out, lse, buffers, scale = inputs(SMALL)
-    expected = gradients(kernels, grad, q, k, v, out, lse, buffers, scale)["q"]
-    assert kernels.rows_backward(grad, q, k, v, out, lse, None, None, scale=scale).equal(expected)
+    expected = gradients(fused, grad, q, k, v, out, lse, buffers, scale)["q"]
+    assert fused.rows_backward(grad, q, k, v, out, lse, None, None, scale=scale).equal(expected)
     nothing = (x[:0] for x in buffers)
-    assert kernels.rows_backward(grad, q, k, v, out, lse, *nothing, scale=scale).equal(expected)
+    assert fused.rows_backward(grad, q, k, v, out, lse, *nothing, scale=scale).equal(expected)
     with pytest.raises(ValueError, match="both"):
-        kernels.rows_backward(grad, q, k, v, out, lse, buffers[0], None, scale=scale)
+        fused.rows_backward(grad, q, k, v, out, lse, buffers[0], None, scale=scale)
 
 
 def test_a_query_that_saw_nothing_owes_nothing():
     grad, q, k, v, out, lse, buffers, scale = inputs(SMALL)
     lse[:, :, 5:9] = -torch.inf
-    values = gradients(kernels, grad, q, k, v, out, lse, buffers, scale)
+    values = gradients(fused, grad, q, k, v, out, lse, buffers, scale)
     assert values["q"][:, :, 5:9].eq(0).all()
     seen = [i for i in range(40) if not 5 <= i < 9]
     expected = target(*(x[:, :, seen] for x in (grad, q)), k, v, out[:, :, seen], lse[:, :, seen], buffers, scale)
@@ -120,16 +120,16 @@ def test_no_queries_or_no_rows(empty):
         grad, q, out, lse = (x[:, :, :0] for x in (grad, q, out, lse))
     else:
         k, v = k[:0], v[:0]
-    values = gradients(kernels, grad, q, k, v, out, lse, buffers, scale)
+    values = gradients(fused, grad, q, k, v, out, lse, buffers, scale)
     assert values["q"].shape == q.shape
     assert not values["q"].any()
 
 
 def test_the_order_of_programs_does_not_matter():
     arguments = inputs(SMALL)
-    ordered = gradients(kernels, *arguments)
+    ordered = gradients(fused, *arguments)
     with shuffled_programs(seed=3):
-        shuffled = gradients(kernels, *arguments)
+        shuffled = gradients(fused, *arguments)
     assert all(shuffled[name].equal(x) for name, x in ordered.items())
 
 
@@ -143,16 +143,16 @@ def check_finite(module):
 
 
 def test_very_negative_scores_stay_finite():
-    check_finite(kernels)
-    assert_killed(check_finite, kernels, "row[None, :] < rows", "row[None, :] <= rows")
+    check_finite(fused)
+    assert_killed(check_finite, fused, "row[None, :] < rows", "row[None, :] <= rows")
 
 
 def test_fake_version_gives_the_same_shapes():
     arguments = inputs((2, 2, 5, 6, 6, 16))
-    real = gradients(kernels, *arguments)["q"]
+    real = gradients(fused, *arguments)["q"]
     with FakeTensorMode() as mode:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
-        fake = gradients(kernels, *fakes)["q"]
+        fake = gradients(fused, *fakes)["q"]
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
@@ -176,7 +176,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutants_are_seen(mutation):
-    assert_killed(check_padded, kernels, *MUTATIONS[mutation])
+    assert_killed(check_padded, fused, *MUTATIONS[mutation])
 
 
 def test_narrow_offsets_are_seen():
@@ -184,5 +184,5 @@ def test_narrow_offsets_are_seen():
         grad, q, k, v, out, lse, _, scale = inputs((1, 1, 5, 40, 0, 16))
         module.rows_backward(grad, q, far(k), far(v), out, lse, None, None, scale=scale)
 
-    check_far(kernels)
-    assert_killed(check_far, kernels, "base + at.to(tl.int64)[:, None]", "base + at[:, None]")
+    check_far(fused)
+    assert_killed(check_far, fused, "base + at.to(tl.int64)[:, None]", "base + at[:, None]")

@@ -13,7 +13,7 @@ from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
 
 pytest.importorskip("triton")
-from longstraw.ops.attention import kernels as flash
+from longstraw.ops.attention import fused as flash
 
 ROOT = Path(__file__).resolve().parents[2]
 

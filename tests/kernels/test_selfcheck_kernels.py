@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longstraw.config import load_model_config
-from longstraw.ops.attention import kernels as attention
+from longstraw.ops.attention import fused as attention
 from longstraw.selfcheck import check_ops
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from glm_helpers import FROZEN, glm_model
 from helpers import furthest, make_group, oracle, take_gradients, tiny_model, worst
 
-from longstraw.ops.attention import kernels as attention
+from longstraw.ops.attention import fused as attention
 from longstraw.ops.logprob import kernels as logprob
 from longstraw.step import grpo_step
 

@@ -9,14 +9,13 @@ T new positions, P retained ones, H query heads, N key/value heads, R = H / N, D
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.attention import cpu, reference
-from longstraw.ops.deferred import DeferredModule
+from longstraw.ops.attention import cpu, fused, reference
 from longstraw.ops.staging import PastBuffers, PastRows, Rows, tiles
 
 ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
@@ -48,11 +47,7 @@ class AttentionParts(Protocol):
     ) -> Tensor: ...
 
 
-PARTS: dict[str, AttentionParts] = {
-    "reference": reference,
-    "cpu": cpu,
-    "cuda": cast(AttentionParts, DeferredModule("longstraw.ops.attention.kernels")),
-}
+PARTS: dict[str, AttentionParts] = {"reference": reference, "cpu": cpu, "cuda": fused}
 
 
 def attend(

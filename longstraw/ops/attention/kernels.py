@@ -1,66 +1,15 @@
-"""Softmax attention on CUDA: PyTorch's flash operators, and a Triton kernel for the gradient of retained rows.
+"""The Triton kernels of the gradient of attention to retained rows; ``fused`` has the operator that launches them.
 
-The flash backward makes a key and a value gradient for every query head, 6.4 GB a layer at 262,144 rows; so it serves
-the new rows. Gradients of retained rows are accumulated in float32 straight into the state's buffers: each program owns
-its rows, nothing of the prompt's size is made, and the sum does not depend on the order of programs.
-
-N key/value heads, R query heads for each, H = N R, T queries, S rows, G rows with a gradient, D width of a head.
-bfloat16 and float16 are taken as they are; other types go through the plain reference, except for retained rows.
+Each program owns the rows it adds to, so the sum does not depend on the order of programs.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstraw.ops.attention import reference
-from longstraw.ops.scratch import scratch
-
 LOG2E = tl.constexpr(1.4426950408889634)
-FLASH_TYPES = (torch.bfloat16, torch.float16)
-
-
-def operand_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which tensors of ``dtype`` are handed over: their own where tensor cores take it."""
-    return dtype if dtype in FLASH_TYPES else torch.promote_types(dtype, torch.float32)
-
-
-def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as ``reference.part_forward`` does; the output is at least float32. A causal part is square."""
-    if q.dtype not in FLASH_TYPES:
-        return reference.part_forward(q, k, v, causal=causal, scale=scale)
-    _check_square(q, k, causal)
-    heads, repeats, count, _ = q.shape
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _by_tokens(q), k[None], v[None], None, None, count, len(k), 0.0, causal, False, scale=scale
-    )
-    return _by_heads(out, heads).to(torch.float32), lse.reshape(heads, repeats, count)
-
-
-def part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients as ``reference.part_backward`` does, that of ``q`` at least float32."""
-    if q.dtype not in FLASH_TYPES:
-        return reference.part_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
-    _check_square(q, k, causal)
-    heads, repeats, count, width = q.shape
-    unused = q.new_empty(2, dtype=torch.uint64)  # the state of a dropout that is not there
-    inside = scratch(q, _flash_backward_bytes(heads, repeats, count, len(k), width, q.element_size()))
-    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        _by_tokens(grad.to(q.dtype)),
-        _by_tokens(q),
-        k[None],
-        v[None],
-        _by_tokens(out.to(q.dtype)),
-        lse.reshape(1, heads * repeats, count),
-        *(None, None, count, len(k), 0.0, causal, unused, unused),
-        scale=scale,
-    )
-    del inside
-    return _by_heads(grad_q, heads).to(torch.float32), grad_k[0], grad_v[0]
 
 
 def rows_backward(
@@ -70,51 +19,15 @@ def rows_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    key_grad: Tensor | None,
-    value_grad: Tensor | None,
-    *,
-    scale: float,
-) -> Tensor:
-    """Return the gradient of ``q`` as ``reference.rows_backward`` does, in float32; both buffers are given, or none.
-
-    Takes bfloat16, float16 and float32; buffers and ``lse`` are float32.
-    """
-    if q.dtype == torch.float64:
-        return reference.rows_backward(grad, q, k, v, out, lse, key_grad, value_grad, scale=scale)
-    if (key_grad is None) != (value_grad is None):
-        raise ValueError("give a buffer for both gradients, of keys and of values, or for none")
-    if any(x is not None and x.stride(-1) != 1 for x in (k, v, key_grad, value_grad)):
-        raise ValueError("the elements of a row must be contiguous")
-    flat, lse = [x.to(q.dtype).flatten(0, 1) for x in (grad, q, out)], lse.flatten(0, 1).contiguous()
-    delta = torch.empty_like(lse)
-    grad_q = attention_rows_backward(flat[0], flat[1], k, v, flat[2], lse, delta, key_grad, value_grad, scale)
-    return grad_q.view(q.shape)
-
-
-@torch.library.custom_op(
-    "longstraw::attention_rows_backward", mutates_args=("delta", "key_grad", "value_grad"), device_types=("cpu", "cuda")
-)
-def attention_rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
     delta: Tensor,
+    grad_q: Tensor,
     key_grad: Tensor | None,
     value_grad: Tensor | None,
     scale: float,
-) -> Tensor:
-    """Return the gradient [H, T, D] of ``q``; fill ``delta`` [H, T], add into the buffers [G, N, D].
-
-    ``grad``, ``q``, ``out`` [H, T, D], ``lse`` [H, T], ``k``, ``v`` [S, N, D].
-    """
+) -> None:
+    """Fill ``delta`` and ``grad_q``, add into the buffers; arguments as in ``fused``. Allocates nothing."""
     heads, count, width = q.shape
     rows, groups, _ = k.shape
-    grad_q = torch.empty_like(q, dtype=torch.float32)
-    if count == 0:
-        return grad_q
     common = {"D": width, "BLOCK_D": max(16, triton.next_power_of_2(width))}
     queries, keys = _blocks(common["BLOCK_D"], q.element_size())
     tokens = (count, grad.stride(0), grad.stride(1), q.stride(0), q.stride(1))
@@ -135,23 +48,6 @@ def attention_rows_backward(
             **common,
             **keys,
         )
-    return grad_q
-
-
-@attention_rows_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    key_grad: Tensor | None,
-    value_grad: Tensor | None,
-    scale: float,
-) -> Tensor:
-    return torch.empty_like(q, dtype=torch.float32)
 
 
 def _blocks(width: int, size: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -311,31 +207,3 @@ def _row_grad_kernel(
     target_v = GradV + group * grad_v_n + row.to(tl.int64)[:, None] * grad_v_s + columns[None, :]
     tl.store(target_k, total_k * scale + tl.load(target_k, mask=mask, other=0.0), mask=mask)
     tl.store(target_v, total_v + tl.load(target_v, mask=mask, other=0.0), mask=mask)
-
-
-def _flash_backward_bytes(heads: int, repeats: int, count: int, rows: int, width: int, size: int) -> int:
-    """Return what PyTorch's flash backward allocates beside its results.
-
-    Contiguous copies of the output and its gradient, the float32 accumulator of the query gradient and the row sums
-    (both rounded up), and, with grouped queries, a key and a value gradient for every query head.
-    """
-    rounded_count, rounded_width = -(-count // 128) * 128, -(-width // 32) * 32
-    copies = 2 * heads * repeats * count * width * size
-    sums = heads * repeats * rounded_count * (rounded_width + 1) * 4
-    expanded = 2 * heads * repeats * rows * width * size if repeats > 1 else 0
-    return copies + sums + expanded
-
-
-def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:
-    if causal and q.shape[2] != len(k):
-        raise ValueError(f"a causal part has as many queries as rows, not {q.shape[2]} and {len(k)}")
-
-
-def _by_tokens(x: Tensor) -> Tensor:
-    """View [N, R, T, D] as [1, T, H, D]."""
-    return x.flatten(0, 1).transpose(0, 1)[None]
-
-
-def _by_heads(x: Tensor, heads: int) -> Tensor:
-    """View [1, T, H, D] as [N, R, T, D]."""
-    return x[0].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
