@@ -7,7 +7,7 @@ import torch
 
 from longstraw.ops.attention import fused as attention
 from longstraw.ops.latent import kernels as latent
-from longstraw.ops.logprob import kernels as logprob
+from longstraw.ops.logprob import fused as logprob
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -5,7 +5,7 @@ import torch
 from harness import BARS, assert_close, assert_killed, draw, far, padded
 from interpreter import shuffled_programs
 
-from longstraw.ops.logprob import kernels, token_logprobs
+from longstraw.ops.logprob import fused, token_logprobs
 
 CASES = [(37, 150, 40), (1, 33, 16), (130, 300, 64)]  # positions, vocabulary, width
 SMALL = CASES[0]
@@ -13,7 +13,7 @@ SMALL = CASES[0]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    shrink(kernels, monkeypatch)
+    shrink(fused, monkeypatch)
 
 
 def shrink(module, monkeypatch):
@@ -59,11 +59,11 @@ def check(module, case=SMALL, dtype=torch.float32, with_mean=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_all_logits(case, dtype):
-    check(kernels, case, dtype)
+    check(fused, case, dtype)
 
 
 def test_without_a_gradient_of_the_mean():
-    check(kernels, with_mean=False)
+    check(fused, with_mean=False)
 
 
 def test_log_probability_and_entropy():
@@ -71,16 +71,16 @@ def test_log_probability_and_entropy():
     targets = targets.clamp(0, len(weight) - 1)
     logs = (hidden.double() @ weight.double().T).log_softmax(-1)
     expected = {"logprob": logs.gather(1, targets[:, None])[:, 0], "entropy": -(logs.exp() * logs).sum(-1)}
-    values = token_logprobs(hidden, weight, targets, logits=kernels.token_logits)
+    values = token_logprobs(hidden, weight, targets, logits=fused.token_logits)
     assert_close(dict(zip(expected, values, strict=True)), expected, BARS[torch.float32])
 
 
 def test_only_what_is_asked_for():
     hidden, weight, targets = inputs(SMALL)
-    both = results(kernels.token_logits, hidden, weight, targets)
+    both = results(fused.token_logits, hidden, weight, targets)
     for wanted, name in ((hidden, "hidden"), (weight, "weight")):
         leaves = [x.detach().requires_grad_(x is wanted) for x in (hidden, weight)]
-        values = kernels.token_logits(*leaves, targets)
+        values = fused.token_logits(*leaves, targets)
         cotangents = [draw(len(hidden), seed=5 + i) for i in range(3)]
         (gradient,) = torch.autograd.grad(values, [x for x in leaves if x.requires_grad], cotangents)
         assert gradient.equal(both[name])
@@ -88,7 +88,7 @@ def test_only_what_is_asked_for():
 
 def test_large_logits_stay_finite():
     hidden, weight, targets = inputs(SMALL)
-    values = results(kernels.token_logits, 1e3 * hidden, weight, targets)
+    values = results(fused.token_logits, 1e3 * hidden, weight, targets)
     expected = results(plain, 1e3 * hidden.double(), weight.double(), targets)
     assert all(x.isfinite().all() for x in values.values())
     assert_close({"lse": values["lse"]}, {"lse": expected["lse"]}, BARS[torch.float32])
@@ -96,15 +96,15 @@ def test_large_logits_stay_finite():
 
 def test_no_positions():
     hidden, weight, targets = inputs(SMALL)
-    values = results(kernels.token_logits, hidden[:0], weight, targets[:0])
+    values = results(fused.token_logits, hidden[:0], weight, targets[:0])
     assert [len(x) for x in values.values()] == [0, 0, 0, 0, len(weight)]
     assert not values["weight"].any()
 
 
 def test_offsets_past_int32():
     hidden, weight, targets = inputs((20, 40, 16))
-    near = results(kernels.token_logits, hidden, weight, targets)
-    spread = kernels.token_logits(far(hidden), far(weight), targets)
+    near = results(fused.token_logits, hidden, weight, targets)
+    spread = fused.token_logits(far(hidden), far(weight), targets)
     assert all(a.equal(near[name]) for name, a in zip(("logit", "lse", "mean"), spread, strict=True))
 
 
@@ -114,9 +114,9 @@ def check_narrow(module):
 
 
 def test_the_order_of_programs_does_not_matter():
-    ordered = results(kernels.token_logits, *inputs(SMALL))
+    ordered = results(fused.token_logits, *inputs(SMALL))
     with shuffled_programs(seed=4):
-        shuffled = results(kernels.token_logits, *inputs(SMALL))
+        shuffled = results(fused.token_logits, *inputs(SMALL))
     assert all(shuffled[name].equal(x) for name, x in ordered.items())
 
 
@@ -141,9 +141,9 @@ def test_mutants_are_seen(mutation, monkeypatch):
         shrink(module, monkeypatch)
         check(module)
 
-    assert_killed(check_shrunk, kernels, *MUTATIONS[mutation])
+    assert_killed(check_shrunk, fused, *MUTATIONS[mutation])
 
 
 @pytest.mark.parametrize("offset", ["at.to(tl.int64)[:, None] * hidden_t", "row.to(tl.int64)[None, :] * weight_v"])
 def test_narrow_offsets_are_seen(offset):
-    assert_killed(check_narrow, kernels, offset, offset.replace(".to(tl.int64)", ""))
+    assert_killed(check_narrow, fused, offset, offset.replace(".to(tl.int64)", ""))

@@ -11,7 +11,7 @@ from glm_helpers import FROZEN, glm_model
 from helpers import furthest, make_group, oracle, take_gradients, tiny_model, worst
 
 from longstraw.ops.attention import fused as attention
-from longstraw.ops.logprob import kernels as logprob
+from longstraw.ops.logprob import fused as logprob
 from longstraw.step import grpo_step
 
 BAR = 1e-4

@@ -9,21 +9,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from longstraw.ops.logprob import reference
+from longstraw.ops.logprob import fused, reference
 
 TokenLogits = Callable[..., tuple[Tensor, Tensor, Tensor]]  # what a backend provides; see ``reference.token_logits``
-
-
-def _fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from longstraw.ops.logprob import kernels
-
-    return kernels.token_logits(hidden, weight, targets)
-
 
 LOGITS: dict[str, TokenLogits] = {
     "reference": reference.token_logits,
     "cpu": reference.token_logits,
-    "cuda": _fused,
+    "cuda": fused.token_logits,
 }
 
 
