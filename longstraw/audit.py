@@ -202,6 +202,7 @@ def _whole_logprobs(model: Decoder, group: Group, response: Tensor, first: int) 
     if first:
         with torch.no_grad():
             past = [Past(first, update) for update in model(group.prompt[:first], past)[1]]
+    response = response.to(group.prompt.device)
     hidden, _ = model(torch.cat([group.prompt[first:], response[:-1]]), past)
     logprobs, _ = model.logprobs(hidden[len(group.prompt) - 1 - first :], response)
     return logprobs

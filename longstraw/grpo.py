@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
+from longstraw.ops.counts import number
 
 ADVANTAGE_EPS = 1e-6
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8; beyond it a ratio counts as that and passes no gradient, or inf * 0 = NaN
@@ -98,17 +99,17 @@ class Group:
         return [len(response) for response in self.responses]
 
     def to(self, device: torch.device | str) -> Group:
-        """Return the same group with its tensors on ``device``, where autograd can keep them.
+        """Return the same group with its prompt on ``device`` and the rest, which waits for its turn, on the host.
 
-        Those of a rollout under ``torch.inference_mode`` are copied: autograd refuses them.
+        What a rollout under ``torch.inference_mode`` made is copied: autograd cannot keep it.
         """
 
         def taken(values: Tensor) -> Tensor:
-            values = values.to(device)
+            values = values.to("cpu")
             return values.clone() if values.is_inference() else values
 
         moved = copy.copy(self)  # no second validation: it would read values back from the device
-        moved.prompt = taken(self.prompt)
+        moved.prompt = taken(self.prompt).to(device)
         moved.responses = [taken(response) for response in self.responses]
         for name in ("old_logprobs", "loss_masks"):
             values = getattr(self, name)
@@ -209,9 +210,9 @@ class Statistics:
 
     def means(self) -> dict[str, float | None]:
         """Return ``clip_fraction`` and ``kl`` per kept token; reads the tensors' values. No tokens: zeros."""
-        tokens = max(float(self.tokens), 1.0)
-        kl = None if self.kl is None else float(self.kl) / tokens
-        return {"clip_fraction": float(self.clipped) / tokens, "kl": kl}
+        tokens = max(number(self.tokens, math.nan), 1.0)
+        kl = None if self.kl is None else number(self.kl, math.nan) / tokens
+        return {"clip_fraction": number(self.clipped, math.nan) / tokens, "kl": kl}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import OptimizerConfig
+from longstraw.ops.counts import number
 from longstraw.ops.staging import host_empty
 from longstraw.parallel.apply import Parallel
 from longstraw.parallel.shard import like, local_tensor, total_norm
@@ -63,7 +65,7 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self._sums.clear()
-        return float(norm)
+        return number(norm, math.nan)
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's part of every gradient that is there."""
@@ -107,7 +109,8 @@ class Optimizer:
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
     def _all(self, finite: Tensor) -> bool:
-        return bool(finite) if self.parallel is None else self.parallel.mesh.agree(int(not finite)) == 0
+        wrong = int(not number(finite, True))
+        return not wrong if self.parallel is None else self.parallel.mesh.agree(wrong) == 0
 
     def _made(self, parameter: Tensor) -> None:
         gradient = self._gradient(parameter)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
+from longstraw.ops.counts import same
 from longstraw.ops.staging import HostRows, Rows, Staging, host_empty
 
 Tensors = dict[str, Tensor]
@@ -274,6 +275,6 @@ def _difference(kept: Tensor, again: Tensor) -> float:
     if not again.numel():
         return 0.0
     kept = kept.to(again.device)
-    if torch.equal(kept, again):
+    if same(kept, again):
         return 0.0
     return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0

@@ -14,6 +14,7 @@ P prompt positions, of which P - 1 are retained; R response positions; d model w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from torch import Tensor
 from longstraw.config import INNER_CHUNK, AlgorithmConfig, StateConfig, gradient_start
 from longstraw.grpo import Group, Statistics, branch_losses
 from longstraw.models.decoder import Decoder
+from longstraw.ops.counts import number
+from longstraw.ops.staging import to_host
 from longstraw.state import RetainedState
 
 
@@ -131,7 +134,7 @@ def score(
     with observer.verb("score", sum(map(len, responses))):
         for response in _rounds(model, responses, retained.prompt[:0]):
             logprobs, _ = _branch(model, retained, response, grad=False)
-            scored.append(logprobs.cpu())
+            scored.append(to_host(logprobs))
             observer.advance(len(response))
     return scored[: len(responses)]
 
@@ -156,25 +159,25 @@ def replay(
         group, algorithm, response_length, old_logprobs, reference_logprobs, retained.prompt.device
     )
     masks: Sequence[Tensor | None] = group.loss_masks or [None] * len(group.responses)
-    losses, logprobs, entropies, statistics = [], [], [], []
+    logprobs: list[Tensor] = []
+    sums = None  # of loss, entropy and counts: nothing on the device grows with the group
     with observer.verb("replay", sum(group.response_positions)):
         for response, loss_of, mask in zip(group.responses, losses_of, masks, strict=True):
             lp, entropy = _branch(model, retained, response, grad=retained.grad_from is not None)
             observer.holds(retained.states)
             branch = loss_of(lp)
             branch.loss.backward()
-            losses.append(branch.loss.detach())
-            logprobs.append(lp.detach().cpu())
-            entropies.append(_kept_sum(entropy.detach(), mask))
-            statistics.append(branch.statistics)
-            del branch, lp, entropy  # the graph ends here
+            logprobs.append(to_host(lp.detach()))
+            own = branch.loss.detach(), _kept_sum(entropy.detach(), mask), branch.statistics
+            sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
+            del branch, lp, entropy, own  # the graph ends here
             observer.advance(len(response))
         for nothing in _rounds(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
             (_branch(model, retained, nothing, grad=False)[0].sum() * 0).backward()
             observer.advance(0)
-    total = sum(statistics[1:], statistics[0])
-    entropy_mean = float(torch.stack(entropies).sum() / total.tokens.clamp(min=1))
-    return torch.stack(losses).sum(), logprobs, entropy_mean, total
+    assert sums is not None  # a group has two responses or more
+    loss, entropy_sum, statistics = sums
+    return loss, logprobs, number(entropy_sum / statistics.tokens.clamp(min=1), math.nan), statistics
 
 
 def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = _UNOBSERVED) -> float:
@@ -345,15 +348,19 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, refere
     """Raise ``ValueError`` for what would fail, or be wrong, far from its cause."""
     vocabulary = model.config.vocab_size
     for what, ids in (("prompt", group.prompt), *((f"response {i}", ids) for i, ids in enumerate(group.responses))):
-        if int(ids.max()) >= vocabulary:
-            raise ValueError(f"{what}: token id {int(ids.max())} is not below the vocabulary size {vocabulary}")
+        if (largest := int(number(ids.max(), 0))) >= vocabulary:
+            raise ValueError(f"{what}: token id {largest} is not below the vocabulary size {vocabulary}")
     if algorithm.kl_coef and reference is None:
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
 
 
 def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy [R] of ``response`` after the prompt."""
+    """Return log-probability and entropy [R] of ``response`` after the prompt.
+
+    Responses wait in host memory for their turn: nothing on the device grows with the group.
+    """
     retained.check()
+    response = response.to(retained.prompt.device, copy=True)
     past = [state.leaves(retained.positions, grad) for state in retained.states]
     hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]])[: len(response)], past)
     return model.logprobs(hidden, response)

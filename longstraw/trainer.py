@@ -22,6 +22,7 @@ from longstraw.models.adapter import adapters_off, add_adapter, save_adapter
 from longstraw.models.decoder import Decoder
 from longstraw.models.weights import save_model
 from longstraw.observe import Watch
+from longstraw.ops.counts import number
 from longstraw.optimize import Optimizer
 from longstraw.parallel.apply import Parallel
 from longstraw.parallel.build import build_spread, gather_model
@@ -115,7 +116,8 @@ class Trainer:
         group = self.task.group(self._groups_before(step))
         check_group(group, self.model, algorithm, self.model if algorithm.kl_coef else None)
         group = group.to(self.model.lm_head.weight.device)
-        self.watch.meter.tag("inputs", [group.prompt, *group.responses])
+        self.watch.meter.tag("inputs", group.prompt)
+        self.watch.meter.tag("inputs", group.responses, host=True)
         reference = None
         if algorithm.kl_coef:
             with nullcontext() if self.reference is not None else adapters_off(self.model):
@@ -248,7 +250,7 @@ class Trainer:
         rewards = shared.group.rewards
         distances = advantages(rewards, self.config.algorithm.scale_rewards)
         return {
-            "loss": float(result.loss),
+            "loss": number(result.loss, math.nan),
             "reward_mean": statistics.fmean(rewards),
             "reward_std": statistics.stdev(rewards),
             "advantage_abs_mean": statistics.fmean(map(abs, distances)),

@@ -22,6 +22,7 @@ __all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
 # as ``memory.KINDS``, which needs torch
 KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
 SCALAR = BLOCK  # a tensor of one number takes a whole block
+RESULTS = 8  # loss, entropy and two counts: of the branches so far and of this one
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def predict(
     sizes = [rounded(prod(shape) * item) for shape, item in trained]
     wide = [rounded(prod(shape) * gradient_item(config, item)) for shape, item in trained]
     optimizer = optimizer_bytes(config, sizes)
-    inputs = rounded(prompt_positions * TOKEN) + lengths.group * rounded(response_positions * TOKEN)
+    inputs = rounded(prompt_positions * TOKEN)
     carried, rows, row_gradients = state.carried(lengths), state.rows(lengths), state.row_gradients(lengths)
-    host = rows + row_gradients if lengths.on_host else 0
+    host = waiting_bytes(config, lengths) + (rows + row_gradients if lengths.on_host else 0)
     if lengths.on_host:
         rows = row_gradients = 0
     if config.optimizer.device == "cpu":
@@ -73,7 +74,7 @@ def predict(
         kinds |= {"activations": verb_activations, "snapshots": snapshots * carried}
         return kinds | (more or {})
 
-    left = results_bytes(lengths)
+    left = RESULTS * SCALAR + rounded(response_positions * TOKEN)  # and the ids of the branch whose turn it is
     owed = row_gradients + state.carried_gradients(lengths)
     learning = {"gradients": sum(wide), "state_gradient": owed}
     # the update meets the state as the verbs before left it; a prompt backward has spent all but the first border
@@ -195,6 +196,7 @@ def clipping_bytes(tensors: int) -> int:
     return tensors * SCALAR + 4 * SCALAR
 
 
-def results_bytes(lengths: Lengths) -> int:
-    """Return the bytes of what a branch leaves: log-probabilities, loss, entropy, two counts."""
-    return lengths.group * (rounded(lengths.response * lengths.inner) + 4 * SCALAR)
+def waiting_bytes(config: RunConfig, lengths: Lengths) -> int:
+    """Return the bytes of a group's responses in host memory: their ids, and each set of log-probabilities."""
+    sets = 1 + (config.algorithm.old_logprobs == "score") + bool(config.algorithm.kl_coef)
+    return lengths.group * (rounded(lengths.response * TOKEN) + sets * rounded(lengths.response * lengths.inner))

@@ -1,4 +1,7 @@
-"""How many tokens go where: the one place at which a tensor's value decides a shape."""
+"""Where a tensor's value is read: how many tokens go where, and the few numbers that a step tells of itself.
+
+Tensors without values (a simulation's), or with meaningless ones, have their counts stated; numbers are stated then.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,16 @@ def counts(places: Tensor, number: int) -> list[int]:
 def told(values: Tensor, expected: list[int]) -> list[int]:
     """Return counts that other ranks told, ``values``; ``expected`` where counts are stated and not read."""
     return values.tolist() if _count is _measured else expected
+
+
+def number(value: Tensor, stated: float) -> float:
+    """Return the number that ``value`` holds; ``stated`` where counts are stated and not read."""
+    return float(value) if _count is _measured else stated
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are alike, bit for bit; they count as that where counts are stated and not read."""
+    return _count is not _measured or torch.equal(a, b)
 
 
 @contextmanager

@@ -36,6 +36,11 @@ def _(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 HOST_EMPTY = torch.ops.longstraw.host_empty.default  # as a dispatch mode sees it
 
 
+def to_host(x: Tensor) -> Tensor:
+    """Return a copy of ``x`` in host memory."""
+    return host_empty(x.shape, x.dtype).copy_(x)
+
+
 class HostRows:
     """Rows [S, ...] in host memory: ``name`` of a layer's state. Sliced like a tensor."""
 
