@@ -26,7 +26,7 @@ from longstraw.provenance import startup_facts
 from longstraw.record import append_row, latest_attempt
 from longstraw.schema import RecordError, constant_keys
 from longstraw.slurm import SlurmError, own_id, requeue
-from longstraw.stop import Preempted, Superseded
+from longstraw.stop import Preempted, Stop, Superseded
 from longstraw.table import last_row
 
 LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
@@ -39,13 +39,30 @@ def execute(run_dir: str | Path) -> None:
     or, once that one is lost, another. Each rank that fails leaves its reason, and each has a log of its own.
     """
     folder = Path(run_dir)
+    with _listening():
+        stopped, config, ran = _run(folder)
+    if stopped is not None and rank() == 0:
+        _leave(config, stopped, ran)
+
+
+def _listening() -> contextlib.AbstractContextManager[Any]:
+    """Note a signal that comes before the loop listens, or after: submitit would ignore it, or end the job with it.
+
+    Loading the loop and the ranks' meeting take longer than many a site waits. A job that a user started in a terminal
+    ends at once instead.
+    """
+    return Stop().listening() if started().by in ("slurm", "local") else contextlib.nullcontext()
+
+
+def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
+    """Run a job; return why it stopped before its end, if it did, its configuration and the seconds it took."""
     spec = json.loads((folder / "spec.json").read_text())
     attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
     if rank() == 0:
         with contextlib.suppress(OSError):  # whatever is wrong with the folder is told below
             (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
             write_json(folder / "process.json", {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
-    began, stopped = time.monotonic(), None
+    began = time.monotonic()
     try:
         config = from_dict(spec["config"])
         _prepare_process()
@@ -69,8 +86,7 @@ def execute(run_dir: str | Path) -> None:
     if rank() == 0:
         row = last_row(folder) or {}
         _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
-        if stopped is not None:
-            _leave(config, stopped, time.monotonic() - began)
+    return stopped, config, time.monotonic() - began
 
 
 def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:

@@ -35,11 +35,18 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take the signals while inside; only the main thread can, in another one nothing is heard."""
+        """Take the signals while inside; only the main thread can, in another one nothing is heard.
+
+        Inside another ``Stop`` what that one has heard counts here too.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        for handler in before.values():
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, Stop) and outer.asked is not None:
+                self._note(outer.asked, None)
         try:
             yield self
         finally:
@@ -53,6 +60,10 @@ class Stop:
     def check(self) -> None:
         """Raise ``Preempted`` if any rank was asked to end. To be called at the same places on every rank."""
         if self._agree(self.asked is not None):
-            asked = Preempted(SIGNALS[self.asked] if self.asked else "another rank was asked to end")
-            asked.signal = self.asked
-            raise asked
+            raise self.preempted()
+
+    def preempted(self) -> Preempted:
+        """Return what to raise, or to end with, once a rank was asked to end."""
+        asked = Preempted(SIGNALS[self.asked] if self.asked else "another rank was asked to end")
+        asked.signal = self.asked
+        return asked

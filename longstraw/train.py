@@ -16,7 +16,7 @@ from longstraw.observe import Progress, Watch
 from longstraw.parallel.traffic import TrafficMeter
 from longstraw.provenance import startup_facts
 from longstraw.record import Recorder
-from longstraw.resume import Keeper
+from longstraw.resume import Keeper, last_step
 from longstraw.schema import constant_keys
 from longstraw.selfcheck import check_job
 from longstraw.stop import Preempted, Stop, Superseded
@@ -77,6 +77,8 @@ def run_job(
         try:
             if wrong is not None:
                 raise wrong
+            if agreed(stop.asked is not None):  # while all this was loaded
+                return _unbegun(recorder, stop, folder, attempt)
             trainer = build_trainer(config, watch)
             named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
             keeper = Keeper(
@@ -103,6 +105,14 @@ def run_job(
             recorder.log(_failure(cause, progress.step, watch))
             raise
     return None
+
+
+def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Preempted:
+    """Record that the job was asked to end before it had loaded its model, which may take longer than it has left."""
+    asked = stop.preempted()
+    asked.told = f"{asked}; this attempt had not begun"
+    recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.told})
+    return asked
 
 
 def _take_steps(trainer: Trainer, keeper: Keeper) -> None:

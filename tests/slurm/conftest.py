@@ -109,9 +109,16 @@ sys.meta_path.insert(0, Finder())
 """
 
 LOOP = """
-import signal, time
+import os, signal, time
+from pathlib import Path
 from longstraw.record import append_row, latest_attempt
 from longstraw.stop import Preempted, Stop, Superseded
+
+if "SLOWLY" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:  # as where torch is loaded from a full disk
+    folder, deadline = Path(os.environ["SLOWLY"]), time.monotonic() + 60
+    (folder / f"loading.{os.environ['SLURM_ARRAY_TASK_ID']}").touch()
+    while not (folder / "loaded").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks=None):
     fate, kept = config.claim, run_dir / "kept"

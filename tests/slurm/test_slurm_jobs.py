@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,39 @@ def test_a_sweep_of_which_one_ends_one_fails_one_is_too_slow_and_one_is_preempte
     assert seen["3"][2:6] == ["2", "12/12", "1,024", "1.0"]
     assert status.main([str(stand_in), "--job", "1"]) == 0
     assert "the loop broke" in capsys.readouterr().out
+
+
+def test_a_signal_that_comes_while_a_job_is_loaded_is_answered(
+    stand_in, slurm, wait_for, watchdog, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SLOWLY", str(tmp_path))
+    jobs = prepared(stand_in, *(job("ends") for _ in range(3)))
+    errors = []
+
+    def disturb():
+        try:
+            wait_for("all are being loaded", lambda: len(list(tmp_path.glob("loading.*"))) == 3)
+            known = ids(stand_in)
+            slurm("scancel", "--signal=USR2", known[0])
+            slurm("scontrol", "requeue", known[1])
+            slurm("scancel", known[2])
+            time.sleep(1)
+            (tmp_path / "loaded").touch()
+        except BaseException as error:
+            errors.append(error)
+
+    helper = threading.Thread(target=disturb, daemon=True)
+    helper.start()
+    assert launch.launch(jobs, stand_in, alone=False) == 1
+    helper.join(60)
+    assert errors == []
+    assert [read_json(run.run_dir / "result.json")["status"] for run in jobs] == ["ok", "ok", "preempted"]
+    known = slurm_module.states()
+    assert [known[ids(stand_in)[num]].restarts for num in range(3)] == [1, 1, 0]
+    ends = [[(row["attempt"], row["status"]) for row in read_steps(run.run_dir, every=True)] for run in jobs]
+    assert ends == [[(0, "preempted"), (1, "ok"), (1, "ok")]] * 2 + [[(0, "preempted")]]
+    told = [read_steps(run.run_dir, every=True)[0]["error"] for run in jobs]
+    assert ["SIGUSR2" in text for text in told] == [True, False, False]
 
 
 def test_arrays_are_no_longer_than_the_site_allows(stand_in, slurm, watchdog, monkeypatch, tmp_path):

@@ -282,6 +282,18 @@ def test_a_signal_only_sets_a_flag_that_is_read_later(number):
     assert signal.getsignal(number) == before
 
 
+def test_what_was_heard_before_the_loop_listens_counts_there():
+    with Stop().listening() as outer:
+        with Stop().listening() as inner:
+            inner.check()  # nothing yet
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.asked == signal.SIGTERM
+        with Stop().listening() as inner, pytest.raises(Preempted, match="SIGTERM"):
+            inner.check()
+    with Stop().listening() as later:
+        later.check()
+
+
 def test_all_ranks_stop_if_one_was_asked():
     stop = Stop(lambda flag: True)
     with pytest.raises(Preempted, match="another rank"):

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from longstraw import resume, trainer
+from longstraw import resume, train, trainer
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.observe import Watch
 from longstraw.record import records_path
 from longstraw.resume import last_step
 from longstraw.schema import numbers
-from longstraw.stop import Superseded
+from longstraw.stop import Stop, Superseded
 from longstraw.train import run_job
 
 STEPS = 4
@@ -114,6 +114,23 @@ def test_a_job_that_is_asked_to_end_goes_on_where_it_stood(tmp_path, monkeypatch
         (number, step, False) for number in range(step, STEPS)
     ]
     assert {row["attempt"] for row in second} == {1}
+
+
+def test_a_signal_that_came_while_the_job_was_loaded_ends_it_before_it_begins(tmp_path, monkeypatch, undisturbed):
+    at_advance(monkeypatch, 30, signalled(signal.SIGUSR2))
+    run(tmp_path, 0)
+    monkeypatch.undo()
+    done = rows(tmp_path, 0)[-1]["step"]
+    with Stop().listening(), monkeypatch.context() as patch:
+        os.kill(os.getpid(), signal.SIGTERM)
+        patch.setattr(train, "build_trainer", lambda *_: pytest.fail("it was loaded all the same"))
+        stopped = run(tmp_path, 1)
+    assert (stopped.signal, stopped.progressed) == (signal.SIGTERM, False)
+    (row,) = rows(tmp_path, 1)
+    assert (row["status"], row["step"], row["error"]) == ("preempted", done, stopped.told)
+    run(tmp_path, 2)
+    assert outcome(tmp_path, 0, 1, 2) == undisturbed()
+    assert [row["repeated"] for row in rows(tmp_path, 2)] == [False] * (STEPS - done)
 
 
 def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, monkeypatch, undisturbed):
