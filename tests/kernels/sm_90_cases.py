@@ -6,7 +6,7 @@ To add a case, add a line: a name, and a function without arguments that calls t
 import torch
 
 from longstraw.ops.attention import fused as attention
-from longstraw.ops.latent import kernels as latent
+from longstraw.ops.latent import fused as latent
 from longstraw.ops.logprob import fused as logprob
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from longstraw.memory import MemoryMeter
-from longstraw.ops.latent import reference
-from longstraw.ops.latent.kernels import attend
+from longstraw.ops.latent import fused, reference
 
 SCALE = 0.3
 CASES = [  # queries, retained rows, chosen rows a query, heads, latent width, rotary width, retained rows with gradient
@@ -79,17 +78,17 @@ def check(module, case=SMALL, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_reference(case, dtype):
-    check(attend, case, dtype)
+    check(fused, case, dtype)
 
 
 def test_float64_stays_float64():
     grad, q, past, new, rows, buffers = wide(inputs(SMALL))
-    values, targets = (attended(module, grad, q, past, new, rows, buffers) for module in (attend, reference))
+    values, targets = (attended(module, grad, q, past, new, rows, buffers) for module in (fused, reference))
     assert_close(net(values, buffers), net(targets, buffers), 1e-13)
 
 
 def test_a_query_without_rows_gives_nothing():
-    values = attended(attend, *inputs(SMALL))
+    values = attended(fused, *inputs(SMALL))
     assert not values["out"][1].any()
     assert not values["q"][1].any()
     assert values["lse"][1].eq(-torch.inf).all()
@@ -119,7 +118,7 @@ def check_padded(module, case=SMALL):
 
 
 def test_reads_and_writes_nothing_beyond_its_tensors():
-    check_padded(attend)
+    check_padded(fused)
 
 
 def check_finite(module):
@@ -132,9 +131,9 @@ def check_finite(module):
 
 
 def test_very_negative_scores_stay_finite():
-    check_finite(attend)
+    check_finite(fused)
     tail = "tl.where(there[None, :], tl.exp2((scores - lse[:, None]) * LOG2E), 0.0)"
-    assert_killed(check_finite, attend, tail, "tl.exp2((scores - lse[:, None]) * LOG2E)")
+    assert_killed(check_finite, fused, tail, "tl.exp2((scores - lse[:, None]) * LOG2E)")
 
 
 def check_parts(module):
@@ -152,7 +151,7 @@ def check_parts(module):
 
 
 def test_parts_add_up_to_the_whole():
-    check_parts(attend)
+    check_parts(fused)
 
 
 def check_far(module):
@@ -167,19 +166,19 @@ def check_far(module):
 
 
 def test_offsets_past_int32():
-    check_far(attend)
-    assert_killed(check_far, attend, "PAST + rows * past_stride", "PAST + rows.to(tl.int32) * past_stride")
-    assert_killed(check_far, attend, "PAST + past_row * past", "PAST + past_row.to(tl.int32) * past")
+    check_far(fused)
+    assert_killed(check_far, fused, "PAST + rows * past_stride", "PAST + rows.to(tl.int32) * past_stride")
+    assert_killed(check_far, fused, "PAST + past_row * past", "PAST + past_row.to(tl.int32) * past")
 
 
 def test_without_buffers_retained_rows_are_constants():
     grad, q, past, new, rows, buffers = inputs(SMALL)
-    expected = attended(attend, grad, q, past, new, rows, buffers)
+    expected = attended(fused, grad, q, past, new, rows, buffers)
     for kept in ((None, None), tuple(x[:0] for x in buffers), (None, buffers[1])):
-        values = attended(attend, grad, q, past, new, rows, kept)
+        values = attended(fused, grad, q, past, new, rows, kept)
         assert all(expected[name].equal(x) for name, x in values.items() if x.numel())
     with pytest.raises(TypeError, match=r"torch\.float32"):
-        attended(attend, grad, q, past, new, rows, tuple(x.bfloat16() for x in buffers))
+        attended(fused, grad, q, past, new, rows, tuple(x.bfloat16() for x in buffers))
 
 
 @pytest.mark.parametrize("empty", ["queries", "rows"])
@@ -188,27 +187,27 @@ def test_nothing_to_do(empty):
     queries, new = (0, 0) if empty == "queries" else (3, 0)
     q, rows = torch.ones(queries, 2, 12), torch.full((queries, 4), -1, dtype=torch.int32)
     past, new = ((torch.ones(0, 8), torch.ones(0, 4)) for _ in range(2))
-    values = attended(attend, q[..., :8], q, past, new, rows, (None, None))
+    values = attended(fused, q[..., :8], q, past, new, rows, (None, None))
     assert values["out"].shape == (queries, 2, 8)
     assert not any(x.any() for name, x in values.items() if name != "lse")
 
 
 def test_the_order_of_programs_matters_by_rounding_alone():
     arguments = inputs(SMALL)
-    ordered = attended(attend, *arguments)
+    ordered = attended(fused, *arguments)
     with shuffled_programs(seed=3):
-        shuffled = attended(attend, *arguments)
+        shuffled = attended(fused, *arguments)
     assert_close(net(shuffled, arguments[-1]), net(ordered, arguments[-1]), 1e-6)
 
 
 def test_retained_rows_of_another_dtype():
     grad, q, past, new, rows, buffers = inputs(SMALL)
     narrow = tuple(x.bfloat16() for x in past)
-    values = attended(attend, grad, q, narrow, new, rows, buffers)
-    targets = attended(attend, grad, q, tuple(x.float() for x in narrow), new, rows, buffers)
+    values = attended(fused, grad, q, narrow, new, rows, buffers)
+    targets = attended(fused, grad, q, tuple(x.float() for x in narrow), new, rows, buffers)
     assert all(values[name].equal(x) for name, x in targets.items())
     with pytest.raises(TypeError, match=r"torch\.bfloat16"):
-        attended(attend, grad, q.to(torch.int32), past, new, rows, buffers)
+        attended(fused, grad, q.to(torch.int32), past, new, rows, buffers)
 
 
 def test_fake_tensors_count_what_is_allocated():
@@ -217,7 +216,7 @@ def test_fake_tensors_count_what_is_allocated():
     with FakeTensorMode() as mode:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, (grad, q, past, new, rows, buffers))
         with MemoryMeter() as meter:
-            fake = attended(attend, *fakes)
+            fake = attended(fused, *fakes)
     real = attended(reference, grad, q, past, new, rows, buffers)
     assert {n: (x.shape, x.dtype, x.stride()) for n, x in fake.items()} == {
         n: (x.shape, x.dtype, x.stride()) for n, x in real.items()
@@ -256,4 +255,4 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutants_are_seen(mutation):
-    assert_killed(check_padded, attend, *MUTATIONS[mutation])
+    assert_killed(check_padded, fused, *MUTATIONS[mutation])

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from longstraw.memory import MemoryMeter
-from longstraw.ops.latent import reference
-from longstraw.ops.latent.kernels import choose
+from longstraw.ops.latent import fused, reference
 
 CASES = [(0, 1, 4), (0, 6, 3), (20, 4, 5), (30, 1, 100), (7, 5, 1)]  # retained, new, rows a query
 
@@ -42,17 +41,17 @@ def test_choice_is_the_references(case, dtype):
     retained, new, count = case
     arguments = draw_index(retained, new, dtype)
     target = reference.select_rows(*arguments, count, scale=0.5)
-    with small_tiles(choose):
-        rows = choose.select_rows(*arguments, count, scale=0.5)
+    with small_tiles(fused):
+        rows = fused.select_rows(*arguments, count, scale=0.5)
     assert rows.dtype == torch.int32
     assert torch.equal(rows, target)
 
 
 def test_tiles_change_nothing():
     arguments = draw_index(40, 3)
-    with small_tiles(choose):
-        rows = choose.select_rows(*arguments, 7, scale=0.5)
-    assert torch.equal(choose.select_rows(*arguments, 7, scale=0.5), rows)
+    with small_tiles(fused):
+        rows = fused.select_rows(*arguments, 7, scale=0.5)
+    assert torch.equal(fused.select_rows(*arguments, 7, scale=0.5), rows)
 
 
 @pytest.mark.parametrize("border", [1, 9])
@@ -63,9 +62,9 @@ def test_choice_does_not_depend_on_the_cut(border):
     """
     q, weights, key = draw(12, 3, 16, seed=1).mul(8).round(), draw(12, 3, seed=2), draw(12, 16, seed=3).mul(8).round()
     positions = torch.arange(12, dtype=torch.int32)
-    scores, rows = choose.best_rows(q, weights, [(key, positions)], positions, 4, scale=0.5)
+    scores, rows = fused.best_rows(q, weights, [(key, positions)], positions, 4, scale=0.5)
     parts = [(key[:border], positions[:border]), (key[border:], positions[border:])]
-    after = choose.best_rows(q[border:], weights[border:], parts, positions[border:], 4, scale=0.5)
+    after = fused.best_rows(q[border:], weights[border:], parts, positions[border:], 4, scale=0.5)
     assert torch.equal(after[0], scores[border:])
     assert torch.equal(after[1], rows[border:])
 
@@ -77,7 +76,7 @@ def test_scores_are_the_references(dtype, bar):
     q, key = draw(4, 3, 24, dtype=dtype, seed=1), draw(30, 24, dtype=dtype, seed=2)
     weights, positions = draw(4, 3, dtype=wide, seed=3), torch.arange(30, dtype=torch.int32)
     queried = torch.tensor([0, 2, 20, 29], dtype=torch.int32)
-    scores, rows = choose.best_rows(q, weights, [(key, positions)], queried, 6, scale=0.3)
+    scores, rows = fused.best_rows(q, weights, [(key, positions)], queried, 6, scale=0.3)
     parts = [(key.double(), positions)]
     expected, chosen = reference.best_rows(q.double(), weights.double(), parts, queried, 6, scale=0.3)
     assert torch.equal(rows, chosen)
@@ -93,9 +92,9 @@ def test_ranks_choose_as_one_does():
     q, weights, queried = q[-3:], weights[-3:], torch.arange(17, 20, dtype=torch.int32)
     positions = torch.arange(20, dtype=torch.int32)
     whole = reference.best_rows(q, weights, [(key, positions)], queried, 4, scale=0.5)
-    with small_tiles(choose):
+    with small_tiles(fused):
         parts = [[(key[r:9:2], positions[r:9:2]), (key[9 + r :: 2], positions[9 + r :: 2])] for r in range(2)]
-        found = [choose.best_rows(q, weights, part, queried, 4, scale=0.5) for part in parts]
+        found = [fused.best_rows(q, weights, part, queried, 4, scale=0.5) for part in parts]
     scores, rows = (torch.cat(x, -1) for x in zip(*found, strict=True))
     order = rows.argsort(stable=True, dim=-1)
     merged = reference.keep_best(scores.gather(1, order), rows.gather(1, order), 4)
@@ -115,7 +114,7 @@ def check_ties(module):
     best, rows = torch.full((1, 2), -torch.inf), torch.full((1, 2), -1, dtype=torch.int32)
     scores, seen = torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), torch.tensor([4], dtype=torch.int32)
     sizes = {"COUNT": 2, "BLOCK": 16, "WHOLE": tl.int32, "BITS": 32}
-    module._choose_kernel[(1,)](scores, positions, seen, best, rows, 4, 0, 4, **sizes)
+    module.kernels.choose._choose_kernel[(1,)](scores, positions, seen, best, rows, 4, 0, 4, **sizes)
     assert rows.tolist() == [[0, 1]]
 
 
@@ -132,11 +131,11 @@ def check_whole(module):
 
 
 def test_ties():
-    check_ties(choose)
+    check_ties(fused)
 
 
 def test_reads_nothing_beyond_its_tensors():
-    check_whole(choose)
+    check_whole(fused)
 
 
 def check_far(module):
@@ -146,18 +145,18 @@ def check_far(module):
 
 
 def test_offsets_past_int32():
-    check_far(choose)
-    assert_killed(check_far, choose, "rows = (start + s).to(tl.int64)", "rows = start + s")
+    check_far(fused)
+    assert_killed(check_far, fused, "rows = (start + s).to(tl.int64)", "rows = start + s")
 
 
 def test_the_order_of_programs_does_not_matter():
     with shuffled_programs(seed=3):
-        check_whole(choose)
+        check_whole(fused)
 
 
 def test_more_rows_than_a_program_chooses_from():
     with pytest.raises(ValueError, match="1 to 8192"):
-        choose.select_rows(*draw_index(9000, 1), 8193, scale=0.5)
+        fused.select_rows(*draw_index(9000, 1), 8193, scale=0.5)
 
 
 def test_fake_tensors_count_what_is_allocated():
@@ -165,7 +164,7 @@ def test_fake_tensors_count_what_is_allocated():
     with FakeTensorMode() as mode:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
         with MemoryMeter() as meter:
-            rows = choose.select_rows(*fakes, 32, scale=0.5)
+            rows = fused.select_rows(*fakes, 32, scale=0.5)
     assert (rows.shape, rows.dtype) == ((64, 32), torch.int32)
     expected = 64 * 32 * 8 + 64 * 400 * 4  # the best rows and their scores; a tile of scores
     assert expected <= meter.peak <= expected + 464 * 4 + 4 * 512
@@ -192,7 +191,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutants_are_seen(mutation):
-    assert_killed(check_whole, choose, *MUTATIONS[mutation])
+    assert_killed(check_whole, fused, *MUTATIONS[mutation])
 
 
 TIES = {
@@ -203,4 +202,4 @@ TIES = {
 
 @pytest.mark.parametrize("mutation", TIES)
 def test_another_order_of_ties_is_seen(mutation):
-    assert_killed(check_ties, choose, *TIES[mutation])
+    assert_killed(check_ties, fused, *TIES[mutation])

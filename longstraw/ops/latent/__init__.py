@@ -9,14 +9,13 @@ T new positions, P retained ones, K chosen rows a query, H heads, C latent width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.deferred import DeferredModule
-from longstraw.ops.latent import reference
+from longstraw.ops.latent import fused, reference
 from longstraw.ops.latent.reference import Buffers
 from longstraw.ops.latent.reference import Rows as RowPair
 from longstraw.ops.staging import PastBuffers, PastRows, Rows, buffers_to_add, whole
@@ -115,12 +114,7 @@ def _pair(rows: Sequence[Tensor]) -> RowPair:
     return latent, rope_key
 
 
-LATENT: dict[str, LatentKernels] = {
-    "reference": reference,
-    "cpu": reference,
-    "cuda": cast(LatentKernels, DeferredModule("longstraw.ops.latent.kernels")),
-}
-
+LATENT: dict[str, LatentKernels] = {"reference": reference, "cpu": reference, "cuda": fused}
 REFERENCE = LatentOps(reference)
 
 

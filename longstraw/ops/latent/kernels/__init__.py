@@ -1,10 +1,9 @@
-"""The ops of latent attention in Triton, for CUDA.
+"""The Triton kernels of latent attention and how they are launched; ``fused`` has the operators that do it.
 
-Every tensor is allocated in Python, before the custom operation that fills it: a simulation on fake tensors counts the
-same bytes. The operations themselves allocate nothing. Row numbers are 64-bit before they meet a stride.
+What is launched allocates nothing. Row numbers are 64-bit before they meet a stride.
 """
 
 from longstraw.ops.latent.kernels.attend import attend_backward, attend_forward
-from longstraw.ops.latent.kernels.choose import best_rows, select_rows
+from longstraw.ops.latent.kernels.choose import best_rows
 
-__all__ = ["attend_backward", "attend_forward", "best_rows", "select_rows"]
+__all__ = ["attend_backward", "attend_forward", "best_rows"]

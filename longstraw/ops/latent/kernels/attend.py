@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstraw.ops.latent.kernels.common import INNER, check, inner_dtype, load, power, rowwise, store
-from longstraw.ops.latent.reference import Buffers, Rows
+from longstraw.ops.latent.fused import inner_dtype, power
+from longstraw.ops.latent.kernels.common import INNER, load, store
 
 LOG2E = tl.constexpr(1.4426950408889634)
-WEIGHT_TILE = 2**25  # attention weights kept between the two kernels of the backward, 64 MiB in bfloat16, twice
 ROW_BYTES = 1_152  # of a row in shared memory, for which blocks of 64 heads and 64 rows are laid out
-QUERY_TILE = 2048  # queries attended to at a time
 ROW_BLOCK = 64  # rows whose gradient one program adds
 
 
@@ -186,56 +183,11 @@ def _row_gradient_kernel(
             _add(NEW_ROPE, PAST_ROPE, rows, r, turned, past_rope_stride, retained, kept_rope, there, R, BLOCK_R)
 
 
-def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend each query to its rows; arguments and results as in ``reference``."""
-    check(q)
-    out = q.new_empty(*q.shape[:2], new[0].shape[-1])
-    lse = q.new_empty(q.shape[:2], dtype=inner_dtype(q))
-    chosen, number = _compacted(rows, min(len(q), QUERY_TILE))
-    _forward(*(rowwise(x, q.dtype) for x in (q, *past, *new)), rowwise(rows), chosen, number, out, lse, scale)
-    return out, lse
-
-
-def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    past: Rows,
-    new: Rows,
-    rows: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    past_grads: Buffers,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients and add those of retained rows into ``past_grads``; arguments and results as in ``reference``.
-
-    Sums over queries are taken by atomic additions, in no fixed order, in float32.
-    """
-    check(q)
-    inner = inner_dtype(q)
-    _check_buffers(past_grads, inner)
-    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    grad_new = [torch.zeros_like(part, dtype=inner, memory_format=torch.contiguous_format) for part in new]
-    queries = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
-    chosen, number = _compacted(rows, queries)
-    kept = [q.new_empty(queries, rows.shape[1], q.shape[1]) for _ in range(2)]
-    _backward(
-        *(rowwise(x, q.dtype) for x in (grad, q, *past, *new)),
-        *(rowwise(rows), chosen, number, rowwise(out, q.dtype), lse.contiguous()),
-        *(grad_q, *grad_new, *past_grads, *kept, scale),
-    )
-    return grad_q, grad_new[0].to(new[0].dtype), grad_new[1].to(new[1].dtype)
-
-
-# The operations that launch. Whatever they write to, workspaces included, is theirs to change and made above.
-
-
-@torch.library.custom_op("longstraw::latent_forward", mutates_args=("chosen", "number", "out", "lse"))
-def _forward(
+def attend_forward(
     q: Tensor, past_latent: Tensor, past_rope: Tensor, latent: Tensor, rope: Tensor, rows: Tensor,
     chosen: Tensor, number: Tensor, out: Tensor, lse: Tensor, scale: float,
 ) -> None:  # fmt: skip
+    """Fill ``out`` and ``lse``, through ``chosen`` and ``number``, as many queries at a time as those are for."""
     count, shape = rows.shape[1], _shape(q, latent, rope)
     for first in range(0, len(q), max(len(chosen), 1)):
         queries = min(len(chosen), len(q) - first)
@@ -247,18 +199,12 @@ def _forward(
         )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "longstraw::latent_backward",
-    mutates_args=(
-        *("chosen", "number", "grad_q", "grad_latent", "grad_rope", "past_grad_latent", "past_grad_rope"),
-        *("weights", "grad_scores"),
-    ),
-)
-def _backward(
+def attend_backward(
     grad: Tensor, q: Tensor, past_latent: Tensor, past_rope: Tensor, latent: Tensor, rope: Tensor, rows: Tensor,
     chosen: Tensor, number: Tensor, out: Tensor, lse: Tensor, grad_q: Tensor, grad_latent: Tensor, grad_rope: Tensor,
     past_grad_latent: Tensor | None, past_grad_rope: Tensor | None, weights: Tensor, grad_scores: Tensor, scale: float,
 ) -> None:  # fmt: skip
+    """Fill ``grad_q``, add into the other gradients, through the workspaces, as many queries at a time as they hold."""
     count, shape = rows.shape[1], _shape(q, latent, rope)
     buffers = [past_grad_latent, past_grad_rope]
     kept = [0 if buffer is None else len(buffer) for buffer in buffers]
@@ -281,17 +227,6 @@ def _backward(
         )  # fmt: skip
 
 
-@_forward.register_fake
-@_backward.register_fake
-def _nothing(*_: object) -> None:
-    """Allocate nothing."""
-
-
-def _compacted(rows: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-    """Return room for the rows of some queries without those that are none, and for their numbers."""
-    return rows.new_empty(queries, rows.shape[1], dtype=torch.int32), rows.new_empty(queries, dtype=torch.int32)
-
-
 def _shape(q: Tensor, latent: Tensor, rope: Tensor) -> dict[str, Any]:
     """Return the sizes that a kernel is compiled for; a program has up to 64 heads, as memory allows."""
     heads, width, rope_width = q.shape[1], latent.shape[1], rope.shape[1]
@@ -304,11 +239,3 @@ def _block(blocks: dict[str, int], q: Tensor, most: int) -> int:
     """Return ``most``, or as many rows as take its share of shared memory: half as much without tensor cores."""
     row = (blocks["BLOCK_C"] + blocks["BLOCK_R"]) * q.element_size() * (1 if q.element_size() == 2 else 2)
     return max(min(most, 2 ** ((ROW_BYTES * most // row).bit_length() - 1)), 16)
-
-
-def _check_buffers(buffers: Buffers, dtype: torch.dtype) -> None:
-    for buffer in buffers:
-        if buffer is not None and (buffer.dtype != dtype or (buffer.numel() and buffer.stride(-1) != 1)):
-            raise TypeError(
-                f"a gradient buffer is {buffer.dtype} of strides {buffer.stride()}; it must be {dtype} in rows"
-            )

@@ -8,18 +8,14 @@ T new positions, K chosen rows a query, I index heads, D index width, S index ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstraw.ops.latent.kernels.common import INNER, check, inner_dtype, load, power, rowwise
+from longstraw.ops.latent.fused import power
+from longstraw.ops.latent.kernels.common import INNER, load
 
-QUERY_TILE = 2048  # queries scored at a time
-CANDIDATES = 2**13  # rows that one program chooses from: the best so far and newly scored ones
-MOST = 2**13  # rows a query: twice as many candidates are counted in 16 bits
 SCORE_BLOCK = 128  # queries, and keys, that one program scores; never by T, on which no score may depend
 
 
@@ -99,39 +95,11 @@ def _choose_kernel(
             tl.store(ROWS + t * COUNT + place, rows, mask=stays)
 
 
-def select_rows(q: Tensor, weights: Tensor, past_key: Tensor, key: Tensor, count: int, *, scale: float) -> Tensor:
-    """Return the ``count`` best rows over (past | new) of each query; arguments and result as in ``reference``."""
-    retained = len(past_key)
-    positions = torch.arange(retained + len(key), dtype=torch.int32, device=q.device)
-    parts = [(past_key, positions[:retained]), (key, positions[retained:])]
-    return best_rows(q, weights, parts, positions[retained:], min(count, len(positions)), scale=scale)[1]
-
-
 def best_rows(
-    q: Tensor, weights: Tensor, parts: Sequence[tuple[Tensor, Tensor]], queried: Tensor, count: int, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return scores and positions of the ``count`` best rows of each query; arguments, order as in ``reference``."""
-    check(q)
-    if count > MOST:
-        raise ValueError(f"count={count} rows a query: the kernel takes 1 to {MOST}; backend=reference any")
-    best = q.new_full((len(q), count), -torch.inf, dtype=inner_dtype(q))
-    rows = queried.new_full((len(q), count), -1)
-    longest = max((len(key) for key, _ in parts), default=0)
-    block = min(max(CANDIDATES, power(2 * count)), power(count + longest))
-    scores = best.new_empty(min(len(q), QUERY_TILE), min(block - count, longest))
-    q, weights = rowwise(q), rowwise(weights)
-    for key, positions in parts:  # a query sees the first rows of a part
-        positions = positions.contiguous()
-        seen = torch.searchsorted(positions, queried, right=True, out_int32=True)
-        _best_rows(q, weights, rowwise(key, q.dtype), positions, seen, scores, best, rows, scale)
-    return best, rows
-
-
-@torch.library.custom_op("longstraw::latent_best_rows", mutates_args=("scores", "best", "rows"))
-def _best_rows(
     q: Tensor, weights: Tensor, key: Tensor, positions: Tensor, seen: Tensor, scores: Tensor, best: Tensor,
     rows: Tensor, scale: float,
 ) -> None:  # fmt: skip
+    """Put the best rows over those already there and ``key`` [S, D] into ``best`` and ``rows``, through ``scores``."""
     whole, bits = (tl.int64, 64) if best.dtype == torch.float64 else (tl.int32, 32)
     queries, keys, count = *scores.shape, best.shape[1]
     block = SCORE_BLOCK if q.element_size() == 2 else 32
@@ -150,8 +118,3 @@ def _best_rows(
                 scores, positions, seen[tile], best[tile], rows[tile], scores.stride(0), start, size,
                 COUNT=count, BLOCK=power(count + keys), WHOLE=whole, BITS=bits, num_warps=8,
             )  # fmt: skip
-
-
-@_best_rows.register_fake
-def _nothing(*_: object) -> None:
-    """Allocate nothing."""
