@@ -12,7 +12,9 @@ from torch import Tensor
 
 from longstraw.ops.attention import PARTS, AttentionParts
 from longstraw.ops.context import Context, Local
+from longstraw.ops.conv import fused as fused_conv
 from longstraw.ops.conv import reference as conv
+from longstraw.ops.delta import fused as fused_delta
 from longstraw.ops.delta import reference as delta
 from longstraw.ops.latent import LATENT, LatentOps
 from longstraw.ops.logprob import LOGITS, TokenLogits
@@ -36,18 +38,24 @@ class Ops(NamedTuple):
 BACKENDS = tuple(PARTS)
 
 
-def choose_ops(backend: str) -> Ops:
+def choose_ops(backend: str, *, fake: bool = False) -> Ops:
     """Return the ops of a backend: ``cpu``; ``reference``, which runs on any device; ``cuda``, fused kernels.
 
-    Triton and fla are imported for ``cuda`` alone. Without fla, or where its gradients are wrong, the plain references
-    of its ops stand in, and the log says so once.
+    ``cuda`` needs Triton. Without fla, or where its gradients are wrong, the plain references of its ops stand in, and
+    the log says so once. On ``fake`` tensors no kernel runs: ``cuda`` is chosen as if both were there and right.
+    Neither is imported before a kernel of its own runs, but for fla's to be asked about here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "cuda" and importlib.util.find_spec("triton") is None:
+    fused = backend == "cuda"
+    if fused and not fake and importlib.util.find_spec("triton") is None:
         raise ValueError("backend='cuda' needs Triton: pip install 'longstraw[gpu]'")
     attention, latent, moe, logits = PARTS[backend], LatentOps(LATENT[backend]), MOE[backend], LOGITS[backend]
-    scan, convolution = _fused_linear() if backend == "cuda" else (delta.gated_delta_rule, conv.causal_conv)
+    scan, convolution = delta.gated_delta_rule, conv.causal_conv
+    if fused and (fake or _fla_is_here()):
+        convolution = fused_conv.causal_conv
+        if fake or _delta_is_right():
+            scan = fused_delta.gated_delta_rule
     return Ops(
         attention=attention,
         delta=scan,
@@ -59,19 +67,21 @@ def choose_ops(backend: str) -> Ops:
     )
 
 
-def _fused_linear() -> tuple[Linear, Linear]:
-    """Return the gated delta rule and the convolution from fla, as far as they can be had."""
-    if importlib.util.find_spec("fla") is None:
-        _say_once("fla is not installed (pip install 'longstraw[gpu]'): delta layers run on their plain reference")
-        return delta.gated_delta_rule, conv.causal_conv
-    from longstraw.ops.conv import kernels as fused_conv
-    from longstraw.ops.delta import kernels as fused_delta
+def _fla_is_here() -> bool:
+    if importlib.util.find_spec("fla") is not None:
+        return True
+    _say_once("fla is not installed (pip install 'longstraw[gpu]'): delta layers run on their plain reference")
+    return False
 
-    wrong = fused_delta.wrong_here()
-    if wrong is None:
-        return fused_delta.gated_delta_rule, fused_conv.causal_conv
-    _say_once(f"{wrong}: the gated delta rule runs on its plain reference")
-    return delta.gated_delta_rule, fused_conv.causal_conv
+
+def _delta_is_right() -> bool:
+    """Return whether fla's gradients of the gated delta rule are right on this machine."""
+    from longstraw.ops.delta.kernels import wrong_here
+
+    wrong = wrong_here()
+    if wrong is not None:
+        _say_once(f"{wrong}: the gated delta rule runs on its plain reference")
+    return wrong is None
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_map_only
 from triton.runtime import interpreter
 
 from longstraw.memory import MemoryMeter
-from longstraw.ops.conv import kernels as conv
+from longstraw.ops.conv import fused as conv
 from longstraw.ops.conv import reference as conv_reference
-from longstraw.ops.delta import kernels as delta
+from longstraw.ops.delta import fused as delta
+from longstraw.ops.delta import kernels as delta_kernels
 from longstraw.ops.delta import reference as delta_reference
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -166,7 +167,7 @@ def test_mutants_are_seen(module, before, after):
     [("3.6.0", 9, True), ("3.4.0", 9, True), ("3.7.1", 9, False), ("3.3.1", 9, False), ("3.6.0", 8, False)],
 )
 def test_triton_that_is_wrong_on_hopper_is_known(version, capability, wrong, monkeypatch):
-    monkeypatch.setattr(delta.triton, "__version__", version)
+    monkeypatch.setattr(delta_kernels.triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
-    assert (delta.wrong_here() is not None) == wrong
+    assert (delta_kernels.wrong_here() is not None) == wrong

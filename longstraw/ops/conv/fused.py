@@ -1,0 +1,91 @@
+"""The causal convolution by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
+
+fla is imported when its kernels are launched: on fake tensors all of this runs without it, and what they allocate
+inside is stood for by scratch.
+
+T positions, C channels, W taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longstraw.ops.conv import reference
+from longstraw.ops.deferred import DeferredModule
+from longstraw.ops.scratch import scratch
+
+BLOCK = 64  # positions, of which the gradient of the weight is summed first
+kernels = DeferredModule("longstraw.ops.conv.kernels")
+
+
+def causal_conv(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``silu(conv(x))`` and the new tail as ``reference.causal_conv`` does; float64 and no rows go to it."""
+    if x.dtype == torch.float64 or len(x) == 0:
+        return reference.causal_conv(x, weight, tail)
+    return _CausalConv.apply(x.contiguous(), weight.contiguous(), tail)
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        before = tail.to(x.dtype)
+        ctx.save_for_backward(x, weight, before)
+        keep = len(tail)
+        inside = scratch(x, _state_bytes(x, weight))
+        out = conv_forward(x, weight, before)
+        del inside
+        return out, torch.cat([before, x[-keep:]])[-keep:].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, tail = ctx.saved_tensors
+        inside = scratch(x, _backward_bytes(x, weight))
+        results = conv_backward(x, weight, tail, grad.contiguous(), grad_tail)
+        del inside
+        return results
+
+
+@torch.library.custom_op("longstraw::conv_forward", mutates_args=(), device_types=("cpu", "cuda"))
+def conv_forward(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
+    """Return ``silu(conv(x))`` [T, C]."""
+    return kernels.forward(x, weight, tail)
+
+
+@conv_forward.register_fake
+def _(x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("longstraw::conv_backward", mutates_args=(), device_types=("cpu", "cuda"))
+def conv_backward(
+    x: Tensor, weight: Tensor, tail: Tensor, grad: Tensor, grad_tail: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``x``, ``weight`` and ``tail``."""
+    return kernels.backward(x, weight, tail, grad, grad_tail)
+
+
+@conv_backward.register_fake
+def _(x: Tensor, weight: Tensor, tail: Tensor, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(tail)
+
+
+def _state_bytes(x: Tensor, weight: Tensor) -> int:
+    """Return the bytes of a tail as fla takes it, of W columns: all that the forward allocates beside its result."""
+    return weight.numel() * x.element_size()
+
+
+def _backward_bytes(x: Tensor, weight: Tensor) -> int:
+    """Return what is alive beside the results at the backward's peak: where the weight's gradient is summed.
+
+    The output before SiLU, both tails, the weight's gradient by blocks and its sum in float32 (which is the result
+    where that has float32). The gradient of the tail is made later.
+    """
+    blocks, size = -(-len(x) // BLOCK), x.element_size()
+    sums = blocks + (1 if size < 4 else 0)
+    later = (weight.numel() - len(weight)) * size
+    return x.numel() * size + 2 * _state_bytes(x, weight) + sums * weight.numel() * 4 - later
