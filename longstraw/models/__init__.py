@@ -26,19 +26,21 @@ def build_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     backend: str | None = None,
+    fake: bool = False,
     **overrides: Any,
 ) -> Decoder:
     """Return a model with random weights drawn from ``seed``.
 
     ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. On the ``meta``
     device nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA,
-    ``reference`` elsewhere. The same seed gives the same weights in every dtype, up to rounding.
+    ``reference`` elsewhere. ``fake`` says that it will see fake tensors alone: then ``cuda`` needs nothing installed.
+    The same seed gives the same weights in every dtype, up to rounding.
     """
     if overrides and not isinstance(model, str):
         raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
     config = load_model_config(model, **overrides) if isinstance(model, str) else model
     device = torch.device(device)
-    decoder = _empty(config, device, backend)
+    decoder = _empty(config, device, backend, fake)
     narrow = _dtype(dtype, config)
     wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as what a router selects by
 
@@ -113,11 +115,11 @@ def load_model(
     return decoder
 
 
-def _empty(config: ModelConfig, device: torch.device, backend: str | None) -> Decoder:
+def _empty(config: ModelConfig, device: torch.device, backend: str | None, fake: bool = False) -> Decoder:
     """Return the model on the meta device with the ops for ``device``."""
     backend = backend or {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(device.type, "reference")
     with torch.device("meta"):
-        decoder = _ARCHITECTURES[config.architecture].build(config, choose_ops(backend))
+        decoder = _ARCHITECTURES[config.architecture].build(config, choose_ops(backend, fake=fake))
     if backend == "cpu":
         widen(decoder)
     return decoder
