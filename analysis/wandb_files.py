@@ -33,6 +33,7 @@ class WandbRun:
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)  # the last value of each key
     exit_code: int | None = None  # None: killed, or still running
     torn: bool = False
 
@@ -60,9 +61,12 @@ def read_run(path: str | Path) -> WandbRun:
             row: dict[str, Any] = {}
             _merge(row, record.history.item)
             run.history.append({key: value for key, value in row.items() if not key.startswith("_")})
+        elif kind == "summary":
+            _merge(run.summary, record.summary.update)
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     run.config.pop("_wandb", None)
+    run.summary = {key: value for key, value in run.summary.items() if not key.startswith("_")}
     return run
 
 

@@ -7,11 +7,9 @@ rows from a thread of its own, so that a run neither waits for it nor dies of it
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from longstraw.lines import Lines
 from longstraw.provenance import startup_facts
 from longstraw.schema import (
     RecordError,
@@ -29,21 +28,12 @@ from longstraw.schema import (
     latest_attempt,
     plain,
     records_path,
-    to_line,
 )
 
 if TYPE_CHECKING:
     from longstraw.config import TrackingConfig
 
-__all__ = [
-    "RecordError",
-    "Recorder",
-    "append_row",
-    "constant_keys",
-    "latest_attempt",
-    "records_path",
-    "startup_facts",
-]
+__all__ = ["RecordError", "Recorder", "append_row", "constant_keys", "latest_attempt", "records_path", "startup_facts"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +41,7 @@ FLUSH_SECONDS = 1.0  # wandb writes offline files every 15 s by default, and a k
 INIT_SECONDS = 30
 FINISH_SECONDS = 60  # wandb's own default waits for a lost server for ever
 REOPEN_SECONDS = 60  # a lost W&B is opened again at most this often
+UNSURE_SECONDS = 3 * FLUSH_SECONDS  # what a lost W&B was given so shortly before may not be in its file
 BACKLOG_ROWS = 10_000  # rows that wait for W&B; beyond that it misses some, the record does not
 
 
@@ -63,58 +54,10 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
     attempt = latest_attempt(run_dir) or 0 if attempt is None else attempt
     path = records_path(run_dir, attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _Lines(path, fresh=False) as lines:
+    with Lines(path, fresh=False) as lines:
         lines.write(complete({"attempt": attempt, **row}))
     check(row)
     return path
-
-
-class _Lines:
-    """A file of JSON lines that holds whole lines only, also when the disk is full."""
-
-    def __init__(self, path: Path, *, fresh: bool) -> None:
-        self.path = path
-        if fresh and path.exists() and path.stat().st_size:
-            raise RecordError(
-                f"{path} holds an earlier run's records and is not overwritten; use another run folder, or attempt="
-                f"{(latest_attempt(path.parent) or 0) + 1} to continue that run"
-            )
-        self._file = path.open("ab+", buffering=0)
-        if not fresh and self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._file.write(b"\n")
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Write one line, or leave the file as it was, show the row on stderr and raise ``RecordError``."""
-        line = to_line(row)
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._file.write(rest) or 0 :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
-            sys.stderr.write(line.decode())
-            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "writing failed"
-            raise RecordError(
-                f"{self.path}: {why} ({error.strerror}), so the record of step {row.get('step')} is not in it; "
-                f"the row is on stderr. Earlier rows are whole. Free some space and run on from the checkpoint"
-            ) from error
-
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        with contextlib.suppress(OSError):  # every line is with the kernel already; some file systems cannot sync
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Recorder:
@@ -141,13 +84,13 @@ class Recorder:
         self.path = records_path(run_dir, attempt)
         self._attempt = attempt
         self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
-        self._lines: _Lines | None = None
+        self._lines: Lines | None = None
         self._mirror: _Mirror | None = None
         self._status: str | None = None
         if rank != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = _Lines(self.path, fresh=True)
+        self._lines = Lines(self.path, fresh=True)
         options = {
             "id": run_id,
             "group": group and group[:128],  # a server takes no longer ones
@@ -219,6 +162,7 @@ class _Mirror:
         self._stop = threading.Event()
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG_ROWS)
         self._backlog: deque[dict[str, Any]] = deque(maxlen=BACKLOG_ROWS)
+        self._sent: deque[tuple[float, dict[str, Any]]] = deque()  # of late, each with its time
         self._thread = threading.Thread(target=self._work, name="longstraw-wandb", daemon=True)
         self._thread.start()
 
@@ -289,10 +233,19 @@ class _Mirror:
                 return
             try:
                 self._run.log(flatten(self._backlog[0]))
-                self._backlog.popleft()
             except Exception as error:  # e.g. ConnectionResetError: SLURM's SIGTERM kills wandb's own process too
                 self._warn(f"lost ({_short(error)}); it will be opened again")
-                self._drop()
+                self._lose()
+                continue
+            self._sent.append((time.monotonic(), self._backlog.popleft()))
+            while self._sent[-1][0] - self._sent[0][0] > UNSURE_SECONDS:
+                self._sent.popleft()
+
+    def _lose(self) -> None:
+        """Take the run as lost, and what it may not have written as not sent: a row twice is better than none."""
+        self._drop()
+        self._backlog.extendleft(row for _, row in reversed(self._sent))
+        self._sent.clear()
 
     def _reopen(self) -> bool:
         if time.monotonic() < self._retry_at:
@@ -303,18 +256,23 @@ class _Mirror:
         return self._run is not None
 
     def _finish(self) -> None:
-        if self._backlog:
-            self._retry_at = 0.0
-            self._send()
-        if self._run is None:
-            return
-        try:
-            if self._preempted:
-                self._run.mark_preempting()
-            self._run.finish(exit_code=self._exit_code)
-        except Exception as error:
-            self._warn(f"it did not finish properly ({_short(error)})")
-            self._drop()
+        for again in (False, True):
+            if self._backlog:
+                self._retry_at = 0.0
+                self._send()
+            if self._run is None:
+                return
+            try:
+                if self._preempted:
+                    self._run.mark_preempting()
+                self._run.finish(exit_code=self._exit_code)
+                return
+            except Exception as error:
+                self._warn(f"it did not finish properly ({_short(error)})")
+                self._lose()
+            if again or self._process is None or self._process.poll() is None:  # only a dead one is opened again
+                self._backlog.clear()
+                return
 
     def _open(self) -> Any:
         """Return an open run: online, else offline, else ``None``; one line of warning for each that failed."""

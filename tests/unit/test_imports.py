@@ -19,7 +19,7 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"budget", "memory"},
     {"step", "sample", "selfcheck"},
     {"simulate"},
-    {"schema", "provenance", "place", "progress", "slurm", "stop"},
+    {"schema", "provenance", "place", "progress", "slurm", "stop", "lines"},
     {"record", "data", "checkpoint"},
     {"observe", "resume", "optimize", "together", "table"},
     {"trainer"},
