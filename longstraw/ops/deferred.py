@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first used: Triton only where a GPU path is chosen."""
+"""Modules that are imported when something of them is first used: Triton only where a kernel is launched."""
 
 from __future__ import annotations
 

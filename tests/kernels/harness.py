@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-OUTSIDE = ("test_interpreted.py", "test_sm_90.py", "test_cuda_backend.py")  # these run without the interpreter
+OUTSIDE = tuple(f"test_{x}.py" for x in ("interpreted", "sm_90", "cuda_backend", "kernel_memory"))  # not interpreted
 BARS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}  # relative RMS against float64
 PAD = 64  # positions of NaN before and after
 _count = itertools.count()

@@ -85,6 +85,42 @@ def test_what_flash_takes_inside_is_counted():
     assert meter.peak == before + lse.nbytes + inside + results + unused
 
 
+@pytest.mark.parametrize(
+    ("heads", "count", "rows", "width", "parts"),
+    [
+        (24, 16384, 16384, 256, 0),
+        (24, 321, 16384, 256, 0),  # 144 programs: at most a fifth of the 156 that run at once would idle
+        (24, 64, 16384, 256, 6),  # as many as fill them but for an eighth
+        (24, 64, 128, 256, 2),  # two blocks of rows
+        (24, 64, 64, 256, 0),
+        (4, 1, 4096, 64, 16),  # blocks of 256 rows: no more parts than those
+        (4, 0, 4096, 64, 0),
+    ],
+)
+def test_parts_of_the_flash_forward_are_counted(heads, count, rows, width, parts):
+    """Where queries alone do not fill a GPU, PyTorch splits the rows: an output and a log-sum-exp in float32 a part."""
+    assert flash._flash_forward_bytes(heads, count, rows, width) == parts * heads * count * (width + 1) * 4
+    with FakeTensorMode(), MemoryMeter(rounding=1) as meter:
+        q, k = (
+            torch.empty(1, heads, count, width, dtype=torch.bfloat16),
+            torch.empty(rows, 1, width, dtype=torch.bfloat16),
+        )
+        before = meter.tag("inputs", [q, k])
+        flash.part_forward(q, k, k, causal=False, scale=1.0)
+    inside, lse, small = parts * heads * count * (width + 1) * 4, heads * count * 4, 24 if count else 0
+    assert meter.peak == before + lse + small + max(q.nbytes + inside, 3 * q.nbytes)
+
+
+def test_no_queries():
+    """Ranks whose prompt has fewer chunks than another's evaluate none; PyTorch's operator would not launch."""
+    q, k = torch.empty(2, 3, 0, 16, dtype=torch.bfloat16), torch.ones(5, 2, 16, dtype=torch.bfloat16)
+    out, lse = flash.part_forward(q, k, k, causal=False, scale=1.0)
+    assert (out.shape, lse.shape, out.dtype, lse.dtype) == (q.shape, q.shape[:-1], torch.float32, torch.float32)
+    grad_q, *grads = flash.part_backward(out, q, k, k, out, lse, causal=False, scale=1.0)
+    assert grad_q.shape == q.shape
+    assert all(x.shape == k.shape and not x.any() for x in grads)
+
+
 def test_a_causal_part_is_square():
     q, k = torch.empty(1, 1, 4, 16, dtype=torch.bfloat16), torch.empty(5, 1, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="as many queries as rows, not 4 and 5"):

@@ -18,6 +18,8 @@ from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.scratch import scratch
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
+SPLITS = 128  # parts of the rows that PyTorch's flash forward makes at most
+SLOTS = 2 * 78  # programs that it reckons to run at once, two on each multiprocessor: an H20's
 kernels = DeferredModule("longstraw.ops.attention.kernels")
 
 
@@ -26,15 +28,24 @@ def operand_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in FLASH_TYPES else torch.promote_types(dtype, torch.float32)
 
 
+def takes_all_rows(dtype: torch.dtype) -> bool:
+    """Return whether any number of retained rows is taken at once: where no temporary of theirs is made."""
+    return dtype in FLASH_TYPES
+
+
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend as ``reference.part_forward`` does; the output is at least float32. A causal part is square."""
     if q.dtype not in FLASH_TYPES:
         return reference.part_forward(q, k, v, causal=causal, scale=scale)
     _check_square(q, k, causal)
-    heads, repeats, count, _ = q.shape
+    heads, repeats, count, width = q.shape
+    if not count:  # the operator launches nothing but an error
+        return q.to(torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    inside = scratch(q, _flash_forward_bytes(heads * repeats, count, len(k), width))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _by_tokens(q), k[None], v[None], None, None, count, len(k), 0.0, causal, False, scale=scale
     )
+    del inside
     return _by_heads(out, heads).to(torch.float32), lse.reshape(heads, repeats, count)
 
 
@@ -46,6 +57,8 @@ def part_backward(
         return reference.part_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
     _check_square(q, k, causal)
     heads, repeats, count, width = q.shape
+    if not count:
+        return q.to(torch.float32), torch.zeros_like(k), torch.zeros_like(v)
     unused = q.new_empty(2, dtype=torch.uint64)  # the state of a dropout that is not there
     inside = scratch(q, _flash_backward_bytes(heads, repeats, count, len(k), width, q.element_size()))
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
@@ -131,17 +144,36 @@ def _(
     return torch.empty_like(q, dtype=torch.float32)
 
 
+def _flash_forward_bytes(heads: int, count: int, rows: int, width: int) -> int:
+    """Return what PyTorch's flash forward allocates beside its results: nothing where queries alone fill a GPU.
+
+    Otherwise rows are split, and each part has an output and a log-sum-exp in float32. The number of parts is the least
+    that leaves the GPU hardly idler than the best number would.
+    """
+    blocks, most = heads * -(-count // 64), -(-rows // (256 if width <= 64 else 128 if width <= 128 else 64))
+    if blocks >= 0.8 * SLOTS or not blocks:
+        return 0
+    parts = [n for n in range(1, min(SPLITS, SLOTS, most) + 1) if n == 1 or -(-most // n) != -(-most // (n - 1))]
+    used = {n: blocks * n / (-(-blocks * n // SLOTS) * SLOTS) for n in parts}
+    number = next((n for n in parts if used[n] >= 0.85 * max(used.values())), 1)
+    return number * heads * count * (_rounded(width) + 1) * 4 if number > 1 else 0
+
+
 def _flash_backward_bytes(heads: int, repeats: int, count: int, rows: int, width: int, size: int) -> int:
     """Return what PyTorch's flash backward allocates beside its results.
 
     Contiguous copies of the output and its gradient, the float32 accumulator of the query gradient and the row sums
     (both rounded up), and, with grouped queries, a key and a value gradient for every query head.
     """
-    rounded_count, rounded_width = -(-count // 128) * 128, -(-width // 32) * 32
     copies = 2 * heads * repeats * count * width * size
-    sums = heads * repeats * rounded_count * (rounded_width + 1) * 4
+    sums = heads * repeats * -(-count // 128) * 128 * (_rounded(width) + 1) * 4
     expanded = 2 * heads * repeats * rows * width * size if repeats > 1 else 0
     return copies + sums + expanded
+
+
+def _rounded(width: int) -> int:
+    """Return the width that PyTorch's flash operators give to their sums."""
+    return -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
 
 
 def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:
