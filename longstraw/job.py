@@ -102,6 +102,7 @@ def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:
         )
         return
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it, and SLURM would wait before it kills
         if requeue(job_id):
             time.sleep(LEAVE_SECONDS)  # SLURM ends us: a job that ends by itself is not started again
     except SlurmError as error:
@@ -181,8 +182,10 @@ def leave_word(
     """See to it that the records of a job that ended badly say so, and write its ``result.json``.
 
     For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone, unless it is
-    of an attempt before ``attempt``.
+    of an attempt before ``attempt``. Once a later one has begun nothing is written.
     """
+    if attempt is not None and (latest_attempt(folder) or 0) > attempt:
+        return
     row = last_row(folder)
     earlier = row is not None and attempt is not None and (row.get("attempt") or 0) < attempt
     if row is None or earlier or row.get("status") == "ok":

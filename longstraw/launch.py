@@ -25,7 +25,7 @@ from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
 from longstraw.place import Place, find, resolve
-from longstraw.schema import latest_attempt
+from longstraw.schema import latest_attempt, records_path
 from longstraw.slurm import Submitted
 from longstraw.submit import check_slurm, start_local, submit_slurm
 from longstraw.table import has_result, last_row, read_json, table
@@ -263,7 +263,9 @@ def _why_dead(job: Job, handle: Any, ran: float) -> str:
     minutes, log = job.config.hardware.time_min, _shown(Path(handle.paths.stdout))
     if ran >= minutes * 60 or handle.state == "TIMEOUT":
         return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
-    if handle.state == "FAILED":  # by itself, so Python could not even import us, say
+    if handle.state == "COMPLETED" and job.place.where == "slurm":  # its daemon was killed, say
+        return f"SLURM lost sight of its processes; one that is left ends once the job is started again; log: {log}"
+    if handle.state == "FAILED" and not (job.run_dir / "process.json").exists():  # Python could not import us, say
         words = [line for line in tail(Path(handle.paths.stdout), 20) if "Error" in line]
         return f"it failed before it began{f' ({words[-1].strip()})' if words else ''}; log: {log}"
     state = "" if job.place.where == "here" else f" (SLURM: {handle.state})"
@@ -317,7 +319,8 @@ def write_manifest(jobs: Sequence[Job], folder: Path, handles: dict[int, Any]) -
 def again(run_dirs: Sequence[Path]) -> list[Job]:
     """Return jobs that ran before as ones to be launched again: they go on from their checkpoints.
 
-    Each attempt from now on is counted as a later one. Raises ``ConfigError`` where one cannot run here.
+    Each attempt from now on is counted as a later one; one before that is still alive writes nothing more.
+    Raises ``ConfigError`` where one cannot run here.
     """
     jobs = []
     for run_dir in run_dirs:
@@ -328,6 +331,8 @@ def again(run_dirs: Sequence[Path]) -> list[Job]:
         attempt = latest_attempt(job.run_dir)
         spec = {**read_json(job.run_dir / "spec.json"), "first_attempt": 0 if attempt is None else attempt + 1}
         write_json(job.run_dir / "spec.json", spec)
+        if attempt is not None:
+            records_path(job.run_dir, attempt + 1).touch()
         for name in ("result.json", "process.json", "progress.json"):
             (job.run_dir / name).unlink(missing_ok=True)
     return jobs

@@ -102,7 +102,8 @@ def run_job(
         except Exception as error:
             watch.peaks.collect()
             cause = ranks.cause(error) if ranks is not None else error
-            recorder.log(_failure(cause, progress.step, watch))
+            if not recorder.superseded:
+                recorder.log(_failure(cause, progress.step, watch))
             raise
     return None
 

@@ -1,7 +1,9 @@
 """What the launcher does about ranks that are gone: their words become the record, those that stand are ended."""
 
+import dataclasses
 import json
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from longstraw.failures import RankLostError
 from longstraw.job import leave_word
 from longstraw.parallel.words import word_of, words_folder, write_word
 from longstraw.place import Place
+from longstraw.record import append_row, latest_attempt
 from longstraw.table import last_row
 from longstraw.watch import Line
 
@@ -61,6 +64,37 @@ def test_a_job_without_a_word_was_killed(job):
     row = last_row(job.run_dir)
     assert row["failed_rank"] is None
     assert row["error"].startswith("the process was killed from outside")
+
+
+@pytest.mark.parametrize(
+    ("where", "state", "began", "words"),
+    [
+        ("slurm", "FAILED", False, "it failed before it began"),
+        ("slurm", "FAILED", True, r"the process was killed from outside.*\(SLURM: FAILED\)"),
+        ("slurm", "COMPLETED", True, "SLURM lost sight of its processes"),
+        ("slurm", "TIMEOUT", True, "the time limit of 1440 min was reached"),
+        ("here", "FAILED", True, "the process was killed from outside"),
+    ],
+)
+def test_why_a_job_is_taken_for_dead(job, where, state, began, words):
+    job = dataclasses.replace(job, place=Place("run", where, ""))
+    if began:
+        (job.run_dir / "process.json").write_text("{}")
+    handle = Handle(over=True)
+    handle.state = state
+    assert re.match(words, launch._why_dead(job, handle, 1.0))
+
+
+def test_a_job_that_is_started_again_fences_off_what_is_left_of_it(job, monkeypatch):
+    monkeypatch.setattr(launch, "resolve", lambda config: job.place)
+    append_row(job.run_dir, {"status": "ok", "step": 0}, 0)
+    launch.again([job.run_dir])
+    assert latest_attempt(job.run_dir) == 1
+    before = {path.name: path.read_bytes() for path in job.run_dir.iterdir()}
+    leave_word(job.run_dir, "error", "of the earlier attempt", 0)
+    assert {path.name: path.read_bytes() for path in job.run_dir.iterdir()} == before
+    leave_word(job.run_dir, "error", "of this one", 1)
+    assert last_row(job.run_dir)["error"] == "of this one"
 
 
 @pytest.mark.parametrize(
