@@ -26,6 +26,8 @@ class AttentionParts(Protocol):
 
     def operand_type(self, dtype: torch.dtype) -> torch.dtype: ...
 
+    def takes_all_rows(self, dtype: torch.dtype) -> bool: ...
+
     def part_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def part_backward(
@@ -109,7 +111,7 @@ def merge_past(out: Tensor, lse: Tensor, q: Tensor, past: PastRows, *, scale: fl
     """Merge the attention of ``q`` [N, R, T, D] to all retained rows into ``out`` [N, R, T, D], ``lse`` [N, R, T]."""
     if not q.numel():
         return
-    for (key, value), _ in tiles(past, (), q.dtype, ROW_TILE):
+    for (key, value), _ in tiles(past, (), q.dtype, _tile(past, q.dtype, parts)):
         _merge(out, lse, *parts.part_forward(q, key, value, causal=False, scale=scale))
         del key, value  # gone before the next tile's are made
 
@@ -129,9 +131,17 @@ def past_backward(
     """Add what retained rows owe the queries into ``grad_q``, and their own gradients into ``buffers``."""
     if not q.numel():
         return
-    for (key, value), (key_grad, value_grad) in tiles(past, buffers, q.dtype, ROW_TILE):
+    for (key, value), (key_grad, value_grad) in tiles(past, buffers, q.dtype, _tile(past, q.dtype, parts, buffers)):
         grad_q += parts.rows_backward(grad, q, key, value, out, lse, key_grad, value_grad, scale=scale)
         del key, value, key_grad, value_grad  # gone before the next tile's are made
+
+
+def _tile(past: PastRows, dtype: torch.dtype, parts: AttentionParts, buffers: PastBuffers = (None, None)) -> int:
+    """Return how many retained rows are evaluated at a time: all, where neither they nor a backend need copies."""
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = all(isinstance(x, Tensor) and x.dtype == dtype for x in past)
+    sums = all(x is None or (isinstance(x, Tensor) and x.dtype == wide) for x in buffers)
+    return max(len(past[0]), 1) if rows and sums and parts.takes_all_rows(dtype) else ROW_TILE
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

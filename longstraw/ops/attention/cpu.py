@@ -17,6 +17,11 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def takes_all_rows(dtype: torch.dtype) -> bool:
+    """Return whether any number of retained rows is taken at once: not so, temporaries grow with them."""
+    return False
+
+
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend as ``reference.part_forward`` does. A causal part has as many queries as rows."""
     out, lse = _forward(_queries(q, causal), _rows(k), _rows(v), 0.0, causal, scale=scale)

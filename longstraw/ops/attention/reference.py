@@ -19,6 +19,11 @@ def operand_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def takes_all_rows(dtype: torch.dtype) -> bool:
+    """Return whether any number of retained rows is taken at once: not so, temporaries grow with them."""
+    return False
+
+
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend ``q`` [N, R, T, D] to the rows ``k``, ``v`` [S, N, D]; ``causal`` hides row j from query i < j.
 
