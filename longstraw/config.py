@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from longstraw.hardware_config import HardwareConfig, LaunchConfig
+from longstraw.hardware_config import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.model_config import (
     ARCHITECTURES,
     DTYPES,
@@ -56,6 +56,7 @@ __all__ = [
     "OptimizerConfig",
     "Qwen36Config",
     "RunConfig",
+    "SimulationConfig",
     "StateConfig",
     "TrackingConfig",
     "at_least",
@@ -237,6 +238,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     state: StateConfig = field(default_factory=StateConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     group_size: int = 2
@@ -276,6 +278,9 @@ class RunConfig:
             )
         for key in ("refresh_every", "steps"):
             at_least(key, getattr(self, key), 1)
+        if self.simulation.rank >= self.hardware.world_size:
+            last = self.hardware.world_size - 1
+            raise ConfigError(f"simulation.rank={self.simulation.rank}: the ranks of this hardware are 0 to {last}")
         if self.chunk % INNER_CHUNK:
             raise ConfigError(f"chunk={self.chunk} is no multiple of {INNER_CHUNK}")
         if self.response_length >= self.context:
@@ -288,6 +293,11 @@ class RunConfig:
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
                 "first optimizer step, so it has no exact gradient; use refresh_every=1 or prompt_grad=detached"
             )
+
+    @property
+    def processes(self) -> HardwareConfig:
+        """What the job's processes ask for: a simulation is one, whatever it simulates."""
+        return self.hardware.played() if self.mode == "simulate" else self.hardware
 
     @property
     def prompt_positions(self) -> int:
@@ -316,6 +326,7 @@ GROUPS: dict[str, type[Any]] = {
     "optimizer": OptimizerConfig,
     "state": StateConfig,
     "launch": LaunchConfig,
+    "simulation": SimulationConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
@@ -47,6 +47,23 @@ class HardwareConfig:
     @property
     def world_size(self) -> int:
         return self.ranks if self.ranks is not None else self.nodes * max(self.gpus_per_node, 1)
+
+    def played(self) -> HardwareConfig:
+        """Return what one process asks for that plays a rank of this hardware."""
+        return replace(self, backend="cpu", nodes=1, gpus_per_node=0, ranks=1, dp=1, ep=None)
+
+
+@dataclass
+class SimulationConfig:
+    """What ``mode=simulate`` and ``mode=emulate`` play."""
+
+    rank: int = 0  # the one rank that is played
+    imbalance: float = 1.0  # tokens that come to its experts, over an even share
+    every: bool = False  # evaluate every chunk and branch, not only those that decide the peak
+
+    def __post_init__(self) -> None:
+        at_least("simulation.rank", self.rank, 0)
+        at_least("simulation.imbalance", self.imbalance, 0)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,9 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     try:
         config = from_dict(spec["config"])
         _prepare_process()
-        from longstraw.train import run_job  # imports torch
-
+        run_job = _loop(config.mode)
         context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
-        with _connected(config.hardware, folder, attempt) as ranks:
+        with _connected(config.processes, folder, attempt) as ranks:
             stopped = run_job(config, folder, attempt=attempt, **context, **ranks)
     except Superseded:
         raise
@@ -87,6 +86,17 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
         row = last_row(folder) or {}
         _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
     return stopped, config, time.monotonic() - began
+
+
+def _loop(mode: str) -> Callable[..., Preempted | None]:
+    """Return what takes a job's steps, or simulates them; imports torch."""
+    if mode == "simulate":
+        from longstraw.simulate import simulate_job
+
+        return simulate_job
+    from longstraw.train import run_job
+
+    return run_job
 
 
 def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:

@@ -24,7 +24,7 @@ from longstraw.job import execute, leave_word, write_json
 from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
-from longstraw.place import Place, find, resolve
+from longstraw.place import Place, resolve
 from longstraw.schema import latest_attempt, records_path
 from longstraw.slurm import Submitted
 from longstraw.submit import check_slurm, start_local, submit_slurm
@@ -124,7 +124,7 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
             _start_detached(folder)
         print("longstraw: started; this command does not wait (launch.detach=true)")
         return 0
-    in_process = alone and bool(here) and here[0].config.hardware.world_size == started().world_size
+    in_process = alone and bool(here) and here[0].config.processes.world_size == started().world_size
     if started().world_size > 1:
         from longstraw.parallel.ranks import offer_job
 
@@ -253,7 +253,7 @@ def _look(job: Job, line: Line, handles: dict[int, Any], begun: dict[int, float]
 
 def _stands(job: Job) -> bool:
     """Return whether a local job has failed and a rank of it does not end: one that was stopped, say."""
-    if job.place.where != "here" or job.config.hardware.world_size == 1 or not has_result(job.run_dir):
+    if job.place.where != "here" or job.config.processes.world_size == 1 or not has_result(job.run_dir):
         return False
     path = job.run_dir / "result.json"
     return read_json(path)["status"] != "ok" and time.time() - path.stat().st_mtime > STANDS_SECONDS
@@ -357,7 +357,7 @@ def main(folder: Path) -> int:
         if entry["where"] == "here":
             spec = read_json(Path(entry["run_dir"]) / "spec.json")
             config = from_dict(spec["config"])
-            jobs.append(Job(spec["num"], spec["overrides"], Path(entry["run_dir"]), config, find(config.hardware)))
+            jobs.append(Job(spec["num"], spec["overrides"], Path(entry["run_dir"]), config, resolve(config)))
     code = run_queue(jobs, {})
     print(table([job.run_dir for job in jobs]), flush=True)
     return code

@@ -41,6 +41,7 @@ NO_VERB = "other"
 CUDA_BLOCK = 512
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default  # fake tensors are asked for their device as often as for anything else
 # These return an argument's storage, or one nobody has seen, although it was made outside the dispatcher a moment ago.
 _ADOPTING = (_aten.lift_fresh.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
 
@@ -185,6 +186,8 @@ class MemoryMeter(TorchDispatchMode):
             if hasattr(cls, "__tensor_flatten__"):  # a wrapper (DTensor): it runs, its inner operations come here
                 return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
+        if func is _DEVICE:
+            return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
         return out
 

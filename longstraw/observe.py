@@ -23,9 +23,12 @@ PROGRESS_SECONDS = 0.5  # between two writes of the progress file
 
 
 class Progress:
-    """``progress.json`` in a run's folder: verb, positions done and in all, and step. Written whole or not at all."""
+    """``progress.json`` in a run's folder: verb, positions done and in all, and step. Written whole or not at all.
 
-    def __init__(self, path: Path):
+    Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None):
         self.path, self.step = path, 0
         self._verb, self._done, self._total, self._written = "", 0, 0, 0.0
 
@@ -40,6 +43,8 @@ class Progress:
 
     def _write(self) -> None:
         self._written = time.monotonic()
+        if self.path is None:
+            return
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         content = {"step": self.step, "verb": self._verb, "done": self._done, "total": self._total}
         try:

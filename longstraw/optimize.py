@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +64,21 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self._sums.clear()
-        return number(norm, math.nan)
+        return number(norm, 0.0)
+
+    def make_state(self) -> None:
+        """Make the state that the first step would make, by a step with gradients of 0."""
+        if self.optimizer is not None:
+            for updated in self.updated:
+                updated.grad = torch.zeros_like(updated)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self._note("optimizer", self.state())
+
+    def drop_state(self) -> None:
+        """Drop what ``make_state`` made."""
+        if self.optimizer is not None and self.config.device is None:
+            self.optimizer.state.clear()
 
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's part of every gradient that is there."""

@@ -28,12 +28,16 @@ class Place:
 def resolve(config: RunConfig) -> Place:
     """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing or comes later."""
     place = find(config.hardware)
-    if config.mode in ("simulate", "emulate"):
-        raise ConfigError(f"mode={config.mode}: this version cannot {config.mode} yet; {WORKS}")
+    if config.mode == "emulate":
+        raise ConfigError(f"mode=emulate: this version cannot emulate yet; {WORKS}")
+    if config.mode == "simulate" or (config.mode == "auto" and place.where == "nowhere"):
+        if started().world_size > 1:
+            raise ConfigError("mode=simulate is one process, whatever the ranks: start it without torchrun or srun")
+        rank_sizes(config.model, config.hardware)
+        asked = config.mode == "simulate"
+        return Place("simulate", "here", f"hardware={config.hardware.name} is not touched" if asked else place.why)
     if place.where == "nowhere":
-        if config.mode == "run":
-            raise ConfigError(f"mode=run: {place.why}; {WORKS}")
-        raise ConfigError(f"mode=auto would simulate, because {place.why}; this version cannot simulate yet; {WORKS}")
+        raise ConfigError(f"mode=run: {place.why}; mode=simulate needs no hardware, and {WORKS}")
     _check_ranks(config, place)
     return place
 

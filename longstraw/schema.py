@@ -72,6 +72,9 @@ KEYS = _keys("""
     cp                             int    ranks that share a prompt's positions
     ep                             int    ranks that share the experts
     dp                             int    prompts side by side
+    simulated_rank                 int    the rank whose step was simulated or emulated; the others were not
+    expert_imbalance               float  tokens stated for that rank's experts, over an even share
+    stepped_over                   bool   whether repeating chunks and branches were stood in for
     nodes                          int    machines
     selfcheck                      str    outcome of the kernels' self-check on this device
     steps                          int    optimizer steps the job was asked for

@@ -26,7 +26,7 @@ def start_local(job: Job) -> Any:
     import submitit
 
     executor = submitit.LocalExecutor(folder=job.run_dir / "log")
-    executor.update_parameters(**local_parameters(job.config.hardware))
+    executor.update_parameters(**local_parameters(job.config.processes))
     with _stderr_to(job.run_dir / "log" / "controller.err"):
         return executor.submit(execute, str(job.run_dir))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longstraw.budget import predict, step_flops
-from longstraw.config import AdapterConfig, RunConfig, gradient_start
+from longstraw.config import RunConfig, gradient_start
 from longstraw.data import Task, build_task
 from longstraw.grpo import Group, advantages, branch_losses
 from longstraw.models import build_model, load_model
@@ -250,7 +251,7 @@ class Trainer:
         rewards = shared.group.rewards
         distances = advantages(rewards, self.config.algorithm.scale_rewards)
         return {
-            "loss": number(result.loss, math.nan),
+            "loss": number(result.loss, 0.0),
             "reward_mean": statistics.fmean(rewards),
             "reward_std": statistics.stdev(rewards),
             "advantage_abs_mean": statistics.fmean(map(abs, distances)),
@@ -259,17 +260,30 @@ class Trainer:
         }
 
 
-def build_trainer(config: RunConfig, watch: Watch) -> Trainer:
-    """Return model, data and optimizer of a job, their bytes told to the meter."""
-    task = build_task(config)
+Spread = tuple[Decoder, Parallel | None]
+MakeModel = Callable[[RunConfig, Mesh | None], Spread]
+
+
+def build_trainer(
+    config: RunConfig,
+    watch: Watch,
+    *,
+    task: Task | None = None,
+    mesh: Mesh | None = None,
+    make_model: MakeModel | None = None,
+) -> Trainer:
+    """Return model, data and optimizer of a job, their bytes told to the meter.
+
+    ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
+    """
+    task, make_model = task or build_task(config), make_model or _model
     torch.manual_seed(config.seed)
-    mesh = None
-    if config.hardware.world_size > 1:
+    if mesh is None and config.hardware.world_size > 1:
         mesh = build_mesh(rank_sizes(config.model, config.hardware), config.hardware.backend)
-    model, parallel = _model(config, config.adapter, mesh)
+    model, parallel = make_model(config, mesh)
     reference = None
     if config.algorithm.kl_coef and config.adapter.name == "none":
-        reference = _model(config, config.adapter, mesh)[0].requires_grad_(False)
+        reference = make_model(config, mesh)[0].requires_grad_(False)
         watch.meter.tag("parameters", list(reference.parameters()))
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -277,17 +291,17 @@ def build_trainer(config: RunConfig, watch: Watch) -> Trainer:
     return Trainer(config, model, task, watch, optimizer, reference, parallel)
 
 
-def _model(config: RunConfig, adapter: AdapterConfig, mesh: Mesh | None) -> tuple[Decoder, Parallel | None]:
+def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
     """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
     device = torch.device(config.hardware.backend)
     if mesh is not None:
-        parallel = build_spread(config.model, adapter, mesh, seed=config.seed, device=device)
+        parallel = build_spread(config.model, config.adapter, mesh, seed=config.seed, device=device)
         return parallel.model, parallel
     if config.model.checkpoint is not None:
         model = load_model(config.model.checkpoint, config=config.model, device=device)
     else:
         model = build_model(config.model, seed=config.seed, device=device)
-    return add_adapter(model, adapter, seed=config.seed), None
+    return add_adapter(model, config.adapter, seed=config.seed), None
 
 
 def save_trained(trainer: Trainer, folder: Path) -> None:

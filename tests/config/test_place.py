@@ -52,23 +52,37 @@ def test_inside_an_allocation_a_job_runs_here(monkeypatch):
     assert place.find(HardwareConfig(**NODE)).where == "here"
 
 
-def test_auto_runs_or_says_why_it_cannot(monkeypatch):
+def test_auto_runs_or_simulates_and_says_why():
     assert place.resolve(job(CPU)).mode == "run"
-    with pytest.raises(ConfigError, match=r"auto would simulate, because hardware=h20x8 wants 8 GPUs, 0 visible here"):
+    found = place.resolve(job({**NODE, "dp": 2}))
+    assert (found.mode, found.where) == ("simulate", "here")
+    assert found.why.startswith("hardware=h20x8 wants 8 GPUs, 0 visible here and ")
+    with pytest.raises(ConfigError, match="8 ranks cannot share a prompt"):  # as in a run
         place.resolve(job(NODE))
 
 
+def test_a_simulation_is_one_process_whatever_the_hardware(monkeypatch):
+    two_nodes = job({**CPU, "nodes": 2, "ranks": 4}, mode="simulate")
+    assert place.resolve(two_nodes).where == "here"
+    assert two_nodes.processes.world_size == 1
+    assert job({**CPU, "ranks": 4}).processes.world_size == 4
+    torchrun = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="mode=simulate is one process"):
+        place.resolve(two_nodes)
+
+
 def test_run_without_the_hardware_names_what_is_missing():
-    with pytest.raises(ConfigError, match=r"mode=run: hardware=cuda wants 1 GPU, 0 visible here and .*partition"):
+    with pytest.raises(ConfigError, match=r"mode=run: hardware=cuda wants 1 GPU, 0 visible here and .*mode=simulate"):
         place.resolve(job(ONE, mode="run"))
     with pytest.raises(ConfigError, match=r"4 nodes with 8 GPUs each"):
         place.resolve(job({**NODE, "nodes": 4}, mode="run"))
 
 
-@pytest.mark.parametrize("mode", ["simulate", "emulate"])
-def test_modes_to_come_say_what_works(mode):
-    with pytest.raises(ConfigError, match=f"cannot {mode} yet; model=qwen3_6_tiny hardware=cpu works"):
-        place.resolve(job(CPU, mode=mode))
+def test_modes_to_come_say_what_works():
+    with pytest.raises(ConfigError, match="cannot emulate yet; model=qwen3_6_tiny hardware=cpu works"):
+        place.resolve(job(CPU, mode="emulate"))
 
 
 def test_several_ranks_run_where_they_can_be_started(monkeypatch):
