@@ -7,9 +7,13 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+import longstraw.slurm
+import longstraw.status
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -57,44 +61,94 @@ def cluster():
         shutil.rmtree(state, ignore_errors=True)
 
 
-@pytest.fixture
-def slurm(cluster, monkeypatch):
-    """Point this test, and what it starts, at the running SLURM; return a function that calls one of its commands."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("SLURM_CONF", str(cluster / "etc" / "slurm.conf"))
+@pytest.fixture(scope="session")
+def point(cluster):
+    """Return a function that points a test, and what it starts, at the running SLURM, until ``patch`` is undone.
 
-    def call(*command):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    It returns another that calls one of SLURM's commands.
+    """
 
-    yield call
+    def to_slurm(patch):
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_", "WANDB_"))]:
+            patch.delenv(name)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("SLURM_CONF", str(cluster / "etc" / "slurm.conf"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(longstraw.slurm, "POLL_SECONDS", 1.0)
+        for module in (longstraw.slurm, longstraw.status):  # nothing lags where all is on one disk
+            patch.setattr(module, "LAG_SECONDS", 3.0)
+        return call
+
+    return to_slurm
+
+
+def call(*command):
+    """Return what one of SLURM's commands says."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def cancel():
+    """Cancel every job."""
     subprocess.run(["scancel", "--quiet", f"--user={os.getuid()}"], timeout=30, check=False)
 
 
 @pytest.fixture
-def wait_for(slurm):
+def slurm(point, monkeypatch):
+    """Point this test at the running SLURM; return a function that calls one of its commands."""
+    yield point(monkeypatch)
+    cancel()
+
+
+@pytest.fixture(scope="session")
+def wait_for(cluster):
     """Return a function that waits, for a time, until something holds."""
 
     def wait(what, holds, seconds=60):
         deadline = time.monotonic() + seconds
         while not holds():
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {slurm('squeue')}"
-            time.sleep(0.3)
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {call('squeue')}"
+            time.sleep(0.4)
 
     return wait
 
 
+@pytest.fixture(scope="session")
+def cancelling():
+    """Return a function: what happens inside is over when all its jobs are cancelled, in the end or after a while."""
+
+    @contextmanager
+    def within(seconds):
+        timer = threading.Timer(seconds, cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            cancel()
+
+    return within
+
+
 @pytest.fixture
-def watchdog():
-    """Cancel every job after four minutes, so that nobody waits for them longer."""
-    timer = threading.Timer(240, subprocess.run, [["scancel", f"--user={os.getuid()}"]], {"timeout": 30})
-    timer.daemon = True
-    timer.start()
-    yield
-    timer.cancel()
+def watchdog(slurm, cancelling):
+    with cancelling(240):
+        yield
+
+
+@pytest.fixture(scope="session")
+def start_node(cluster):
+    """Return a function that starts a node's daemon again, and gives it jobs."""
+
+    def start(node):
+        command = ["slurmd", "-f", str(cluster / "etc" / "slurm.conf"), "-N", node]
+        path = os.environ["PATH"] + ":/usr/sbin"
+        subprocess.run(command, timeout=30, check=False, env={**os.environ, "PATH": path})
+        subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=30, check=False)
+
+    return start
 
 
 FINDER = """
@@ -133,7 +187,7 @@ def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, rank
         for step in range(first, config.steps):
             row = {"run_id": run_id, "step": step, "status": "ok", "loss": 0.25, "seconds": 1.0}
             try:
-                time.sleep(0.05 if fate == "ends" else 1.0)
+                time.sleep(0.05 if fate == "ends" or (fate == "lost" and attempt) else 1.0)
                 stop.check()
             except Preempted as asked:
                 kept.write_text(str(step))

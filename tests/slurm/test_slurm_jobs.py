@@ -42,8 +42,10 @@ def steps_done(run_dir):
 
 
 def disturb(folder, slurm, wait_for, errors):
-    """Requeue job 3 once it has begun, then have a job of a higher partition take its node."""
+    """Move job 2's limit up, requeue job 3 once it has begun, then have a job of a higher partition take its node."""
     try:
+        wait_for("job 2 has begun", (folder / "2" / "process.json").exists)
+        slurm("scontrol", "update", f"jobid={ids(folder)[2]}", "EndTime=now+1seconds")  # limits are whole minutes
         run_dir = folder / "3"
         wait_for("job 3 has begun", lambda: steps_done(run_dir) >= 2)
         slurm("scontrol", "requeue", ids(folder)[3])
@@ -234,9 +236,9 @@ def test_what_a_killed_job_could_not_write_is_written_by_status(stand_in, slurm,
 
 
 def test_a_lost_node_gives_a_later_attempt_and_a_zombie_that_writes_nothing(
-    cluster, stand_in, slurm, wait_for, watchdog
+    cluster, stand_in, slurm, wait_for, start_node, watchdog
 ):
-    (run,) = prepared(stand_in, job("long", steps=70))
+    (run,) = prepared(stand_in, job("lost", steps=70))
     errors, lost, count = [], [], []
 
     def lose():
@@ -260,11 +262,8 @@ def test_a_lost_node_gives_a_later_attempt_and_a_zombie_that_writes_nothing(
         result = read_json(run.run_dir / "result.json")
         assert (result["status"], result["attempt"]) == ("ok", 1)
         log = next((stand_in / "logs").glob("*/*_0_log.out"))
-        assert "Superseded: a later attempt has begun" in log.read_text()
+        wait_for("the zombie has noticed", lambda: "Superseded: a later attempt has begun" in log.read_text())
         assert slurm_module.states()[ids(stand_in)[0]].restarts == 1
     finally:
         for node in lost:
-            command = ["slurmd", "-f", str(cluster / "etc" / "slurm.conf"), "-N", node]
-            path = os.environ["PATH"] + ":/usr/sbin"
-            subprocess.run(command, timeout=30, check=False, env={**os.environ, "PATH": path})
-            subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], timeout=30, check=False)
+            start_node(node)
