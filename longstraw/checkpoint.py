@@ -89,6 +89,16 @@ class Checkpoints:
         """Write a checkpoint of the first ``step`` steps; return whether it stands. All ranks call it together."""
         place = self.folder / _name(step)
         beside = self.folder / f".{place.name}.attempt-{self.attempt}"
+        try:
+            return self._write(step, place, beside)
+        except Exception as error:
+            if _rank() == 0:
+                shutil.rmtree(beside, ignore_errors=True)  # on a full disk the record wants the room
+            if isinstance(error, OSError) and error.errno is not None:
+                raise OSError(error.errno, self._unwritten(step, error)) from error
+            raise
+
+    def _write(self, step: int, place: Path, beside: Path) -> bool:
         if _rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)  # of a save that was killed
             beside.mkdir(parents=True)
@@ -106,6 +116,12 @@ class Checkpoints:
         if stands:
             self.newest = step
         return stands
+
+    def _unwritten(self, step: int, error: OSError) -> str:
+        """Return what a user is told of a checkpoint that could not be written."""
+        older = f"that of step {self.newest} is whole" if self.newest is not None else "there is no older one"
+        again = f"once it can be, go on with: python -m longstraw.status {self.folder.parent} --again"
+        return f"{error.strerror}: the checkpoint of step {step} is not written, {older}; {again}"
 
     def load(self) -> int | None:
         """Restore the newest whole checkpoint; return its step, or ``None`` where there is none.

@@ -239,5 +239,9 @@ def _finish(folder: Path, attempt: int, status: str, reason: str | None) -> None
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file in one step: a reader sees the old one or the new one, whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

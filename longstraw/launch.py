@@ -25,7 +25,7 @@ from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
 from longstraw.parallel.words import first_word
 from longstraw.place import Place, resolve
-from longstraw.schema import latest_attempt, records_path
+from longstraw.schema import RecordError, latest_attempt, records_path
 from longstraw.slurm import Submitted
 from longstraw.submit import check_slurm, start_local, submit_slurm
 from longstraw.table import has_result, last_row, read_json, table
@@ -159,7 +159,6 @@ def failed(job: Job) -> bool:
 
 def run_here(job: Job) -> int:
     """Run one job in this process; a mistake of the user's is one line, anything else a traceback."""
-    where = f"traceback: {_shown(job.run_dir)}/error.txt"
     try:
         with _stoppable(), shown(Line(job.run_dir, "", job.config.steps)):
             execute(job.run_dir)
@@ -168,9 +167,11 @@ def run_here(job: Job) -> int:
         leave_word(job.run_dir, "error", f"interrupted ({number.name})")
         return 128 + number
     except Exception as error:
-        if not is_users(error) and not isinstance(error, RankLostError):
+        if not is_users(error) and not isinstance(error, RankLostError | RecordError):
             traceback.print_exc()
-        print(f"longstraw: {describe(error)} ({where})", file=sys.stderr)
+        trace = job.run_dir / "error.txt"
+        where = f" (traceback: {_shown(trace)})" if trace.exists() and trace.stat().st_size else ""  # a full disk
+        print(f"longstraw: {describe(error)}{where}", file=sys.stderr)
         return 1
     row = last_row(job.run_dir) or {"error": "no record was written"}
     if row.get("error"):
