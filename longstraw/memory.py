@@ -24,7 +24,7 @@ What is seen, and what is not:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,33 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longstraw.ops.scratch import SCRATCH
 from longstraw.ops.staging import HOST_EMPTY
 
-KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
+KINDS = (
+    "parameters",
+    "gathered",  # what FSDP2 gathers of them for a block, and the buffers that it gathers into
+    "gradients",
+    "optimizer",
+    "retained",
+    "state_gradient",
+    "snapshots",
+    "activations",
+    "workspace",  # what a kernel takes beside its results, where ``ops.scratch`` stands for it
+    "communication",  # what collectives send from and receive into, as long as it lives
+    "inputs",
+)
 UNTAGGED = "activations"
 NO_VERB = "other"
 CUDA_BLOCK = 512
 
 _aten = torch.ops.aten
+_KIND_OF = {  # by an operation's namespace
+    "c10d": "communication",
+    "_c10d_functional": "communication",
+    "fsdp": "gathered",
+    "longstraw": "workspace",
+}
 _DEVICE = torch.ops.prim.device.default  # fake tensors are asked for their device as often as for anything else
 # These return an argument's storage, or one nobody has seen, although it was made outside the dispatcher a moment ago.
 _ADOPTING = (_aten.lift_fresh.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
@@ -189,7 +208,23 @@ class MemoryMeter(TorchDispatchMode):
         if func is _DEVICE:
             return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
+        if func.namespace in _KIND_OF:
+            self._sort(_KIND_OF[func.namespace], func, [out, *args, *(kwargs or {}).values()])
         return out
+
+    def _sort(self, kind: str, func: Any, values: Sequence[Any]) -> None:
+        """Move what an operation of communication or of scratch memory holds to its kind, where it has none yet."""
+        if func.namespace == "longstraw" and func is not SCRATCH:
+            return
+        if func.namespace == "fsdp" and func._schema.name == "fsdp::chunk_cat":  # gradients, to be reduced
+            kind = "communication"
+        for value in values if func is not SCRATCH else values[:1]:
+            if isinstance(value, (tuple, list)):
+                self._sort(kind, func, value)
+            elif isinstance(value, torch.Tensor) and (storage := _storage_of(value)) is not None:
+                entry = self._live.get(storage._cdata)
+                if entry is not None and entry() is storage and entry.kind == UNTAGGED:
+                    self._entry(storage, kind)
 
     def _see(self, results: Any, func: Any, args: Any, kwargs: Any) -> None:
         """Count the storages of an operation's results, but those of arguments that nobody told us of."""
@@ -276,7 +311,9 @@ class MemoryMeter(TorchDispatchMode):
             before = storage.nbytes()
             result = original(storage, size)
             if storage.nbytes() != before:
-                self._entry(storage)
+                entry = self._entry(storage)
+                if entry.kind == UNTAGGED:
+                    self._entry(storage, "gathered")
             return result
 
         return resize_

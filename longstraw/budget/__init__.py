@@ -20,7 +20,19 @@ from longstraw.model_config import DEFAULT_TARGETS, Glm52Config, ModelConfig, Qw
 __all__ = ["Prediction", "parameter_shapes", "predict", "step_flops"]
 
 # as ``memory.KINDS``, which needs torch
-KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "activations", "inputs")
+KINDS = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "retained",
+    "state_gradient",
+    "snapshots",
+    "activations",
+    "workspace",
+    "communication",
+    "inputs",
+)
 SCALAR = BLOCK  # a tensor of one number takes a whole block
 RESULTS = 8  # loss, entropy and two counts: of the branches so far and of this one
 
