@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from longstraw.units import GB, MIB, format_count
 
 _SERIES = ["model", "prompt_grad", "prompt_grad_window", "hardware"]
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")  # told apart by all
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")  # told apart by all
 _KINDS: dict[str, dict[str, Any]] = {  # how a peak is known
     "measured": {"linestyle": "-", "marker": "o", "linewidth": 1.8, "markersize": 6},
     "simulated": {"linestyle": "--", "marker": "s", "linewidth": 1.4, "markersize": 6, "markerfacecolor": "white"},
@@ -36,7 +36,7 @@ def draw_capacity(frame: pd.DataFrame, target: str | Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.6), sharey=True, layout="constrained")
     unit, name = (GB, "GB") if (points["peak"].max() or 0) >= GB else (10**6, "MB")
     points = points.assign(peak=points["peak"] / unit)
-    colors = dict(zip(sorted(set(points["series"])), cycle(_COLORS), strict=False))
+    colors = dict(zip(sorted(set(points["series"])), cycle(COLORS), strict=False))
     largest = points.groupby(["series", "kind", "context"])["group_size"].transform("max")
     _lines(axes[0], points[points["group_size"] == largest], "context", ["series", "kind"], colors)
     _lines(axes[1], points, "group_size", ["series", "kind", "context"], colors)

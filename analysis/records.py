@@ -29,9 +29,13 @@ class Job:
 
     @property
     def status(self) -> str:
-        """How the job ended; ``unfinished`` where steps are missing: it is running, or was killed without a word."""
+        """How the job ended; ``unfinished`` where steps are missing: it is running, or was killed without a word.
+
+        A simulation has the steps that hold most, and no others.
+        """
         step, asked = self.last["step"], self.last["steps"]
-        if self.last["status"] == "ok" and None not in (step, asked) and step + 1 < asked:
+        ran = self.last["status"] == "ok" and self.last["mode"] != "simulate"
+        if ran and None not in (step, asked) and step + 1 < asked:
             return "unfinished"
         return self.last["status"] or "error"
 
