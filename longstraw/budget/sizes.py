@@ -38,6 +38,12 @@ class Lengths:
     row_gradient_item: int  # of the gradient they are owed
     on_host: bool  # whether both lie in host memory
     head_trained: bool = True  # whether the head's weight gets a gradient
+    ranks: int = 1  # that share a chunk's positions
+
+    def own(self, end: int) -> int:
+        """Return how many of the positions before ``end``, a border of chunks or the last, lie on the first rank."""
+        whole, rest = divmod(end, self.chunk)
+        return whole * (self.chunk // self.ranks) + rest // self.ranks
 
     @property
     def graded(self) -> int:
@@ -93,18 +99,28 @@ class StateShapes:
     def rows(self, lengths: Lengths) -> int:
         """Return the bytes of all rows."""
         every = self.learnt_rows + self.frozen_rows
-        return tensors([(lengths.retained, *row) for row in every], lengths.row_item)
+        return tensors([(lengths.own(lengths.retained), *row) for row in every], lengths.row_item)
 
     def carried(self, lengths: Lengths) -> int:
         """Return the bytes of the summaries of one chunk border."""
-        return tensors(self.summaries, lengths.inner) + tensors(self.tails, lengths.item)
+        return tensors(self._summaries(lengths), lengths.inner) + tensors(self._tails(lengths), lengths.item)
 
     def row_gradients(self, lengths: Lengths) -> int:
         """Return the bytes of the rows' gradient buffers."""
         if not lengths.graded:
             return 0
-        return tensors([(lengths.graded, *row) for row in self.learnt_rows], lengths.row_gradient_item)
+        graded = lengths.own(lengths.retained) - lengths.own(lengths.grad_from or 0)
+        return tensors([(graded, *row) for row in self.learnt_rows], lengths.row_gradient_item)
 
     def carried_gradients(self, lengths: Lengths) -> int:
         """Return the bytes of the gradient of the summaries of one border."""
-        return tensors(self.summaries + self.tails, lengths.inner) if lengths.graded else 0
+        both = [*self._summaries(lengths), *self._tails(lengths)]
+        return tensors(both, lengths.inner) if lengths.graded else 0
+
+    def _summaries(self, lengths: Lengths) -> list[Shape]:
+        """Of own heads."""
+        return [(heads // lengths.ranks, *widths) for heads, *widths in self.summaries]
+
+    def _tails(self, lengths: Lengths) -> list[Shape]:
+        """Of own channels."""
+        return [(taps, channels // lengths.ranks) for taps, channels in self.tails]

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from longstraw.budget import FROZEN, adapted, gradient_item, parameter_shapes
+from longstraw.budget.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.budget.sizes import ITEM, Shape
 from longstraw.config import RunConfig, gradient_start
 from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
