@@ -296,8 +296,9 @@ class RunConfig:
 
     @property
     def processes(self) -> HardwareConfig:
-        """What the job's processes ask for: a simulation is one, whatever it simulates."""
-        return self.hardware.played() if self.mode == "simulate" else self.hardware
+        """What the job's processes ask for: one where a rank is played, whatever the hardware."""
+        played = self.mode in ("simulate", "emulate")
+        return self.hardware.played(device=self.mode == "emulate") if played else self.hardware
 
     @property
     def prompt_positions(self) -> int:

@@ -48,9 +48,11 @@ class HardwareConfig:
     def world_size(self) -> int:
         return self.ranks if self.ranks is not None else self.nodes * max(self.gpus_per_node, 1)
 
-    def played(self) -> HardwareConfig:
-        """Return what one process asks for that plays a rank of this hardware."""
-        return replace(self, backend="cpu", nodes=1, gpus_per_node=0, ranks=1, dp=1, ep=None)
+    def played(self, device: bool) -> HardwareConfig:
+        """Return what one process asks for that plays a rank of this hardware, on one such ``device`` or on none."""
+        gpus = min(self.gpus_per_node, 1) if device else 0
+        backend = self.backend if device else "cpu"
+        return replace(self, backend=backend, nodes=1, gpus_per_node=gpus, ranks=1, dp=1, ep=None)
 
 
 @dataclass

@@ -94,6 +94,10 @@ def _loop(mode: str) -> Callable[..., Preempted | None]:
         from longstraw.simulate import simulate_job
 
         return simulate_job
+    if mode == "emulate":
+        from longstraw.emulate import emulate_job
+
+        return emulate_job
     from longstraw.train import run_job
 
     return run_job
@@ -214,7 +218,7 @@ def leave_word(
 def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed_rank: int | None) -> dict[str, Any]:
     spec = json.loads((folder / "spec.json").read_text())
     constants: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # a spec that cannot be read may be what went wrong
+    with contextlib.suppress(Exception):  # what they are made with may be what went wrong
         constants = constant_keys(from_dict(spec["config"]))
     known = {key: row[key] for key in ("commit", "dirty", "versions", "started_at", "device_name") if row.get(key)}
     return {

@@ -13,7 +13,7 @@ from longstraw.config import ConfigError, HardwareConfig, RunConfig
 from longstraw.parallel.sizes import rank_sizes
 from longstraw.parallel.started import check_world_size, started
 
-WORKS = "model=qwen3_6_tiny hardware=cpu works on any machine"
+NEEDS_NONE = "mode=simulate needs no hardware, and model=qwen3_6_tiny hardware=cpu runs on any machine"
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,27 @@ class Place:
 def resolve(config: RunConfig) -> Place:
     """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing or comes later."""
     place = find(config.hardware)
-    if config.mode == "emulate":
-        raise ConfigError(f"mode=emulate: this version cannot emulate yet; {WORKS}")
-    if config.mode == "simulate" or (config.mode == "auto" and place.where == "nowhere"):
-        if started().world_size > 1:
-            raise ConfigError("mode=simulate is one process, whatever the ranks: start it without torchrun or srun")
-        rank_sizes(config.model, config.hardware)
-        asked = config.mode == "simulate"
-        return Place("simulate", "here", f"hardware={config.hardware.name} is not touched" if asked else place.why)
+    if config.mode in ("simulate", "emulate") or (config.mode == "auto" and place.where == "nowhere"):
+        return _played(config, place)
     if place.where == "nowhere":
-        raise ConfigError(f"mode=run: {place.why}; mode=simulate needs no hardware, and {WORKS}")
+        raise ConfigError(f"mode=run: {place.why}; {NEEDS_NONE}")
     _check_ranks(config, place)
     return place
+
+
+def _played(config: RunConfig, place: Place) -> Place:
+    """Return where one process plays a rank of the job's hardware: here."""
+    name = f"hardware={config.hardware.name}"
+    if started().world_size > 1:
+        raise ConfigError(f"mode={config.mode} is one process, whatever the ranks: start it without torchrun or srun")
+    rank_sizes(config.model, config.hardware)
+    if config.mode == "auto":
+        return Place("simulate", "here", place.why)
+    if config.mode == "simulate":
+        return Place("simulate", "here", f"{name} is not touched")
+    if config.hardware.backend == "cuda" and not visible_gpus():
+        raise ConfigError(f"mode=emulate plays a rank of {name} on one GPU, and none is visible here; {NEEDS_NONE}")
+    return Place("emulate", "here", f"rank {config.simulation.rank} of {name}; its values mean nothing")
 
 
 def _check_ranks(config: RunConfig, place: Place) -> None:

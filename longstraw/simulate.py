@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,101 +21,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from longstraw.config import RunConfig, native_length_warning, to_dict
-from longstraw.grpo import Group
+from longstraw.config import RunConfig
 from longstraw.memory import MemoryMeter
 from longstraw.models import build_model
 from longstraw.models.adapter import add_adapter
 from longstraw.models.decoder import Block, Decoder
 from longstraw.observe import Progress, Watch
-from longstraw.ops.counts import counts_stated
 from longstraw.parallel.apply import parallelize
-from longstraw.parallel.mesh import Mesh, build_mesh
-from longstraw.parallel.sizes import rank_sizes
-from longstraw.provenance import startup_facts
-from longstraw.record import Recorder
-from longstraw.schema import constant_keys
+from longstraw.parallel.mesh import Mesh
+from longstraw.played import PlayedTask, play_job, played_rank
 from longstraw.state import Carried, Past, RetainedState, Tensors
 from longstraw.trainer import Spread, Trainer, build_trainer, model_facts
 
-log = logging.getLogger(__name__)
-
-# A simulation has no values and its time is not the step's.
-UNKNOWN = (
-    "loss",
-    "grad_norm",
-    "reward_mean",
-    "reward_std",
-    "advantage_abs_mean",
-    "entropy",
-    "kl",
-    "clip_fraction",
-    "logprob_drift",
-    "loss_drift",
-    "recompute_difference",
-    "seconds",
-    "seconds_by_verb",
-)
+TIMES = ("seconds", "seconds_by_verb")  # a simulation's are not the step's
 
 
-def simulate_job(
-    config: RunConfig,
-    run_dir: str | Path,
-    *,
-    run_id: str,
-    attempt: int = 0,
-    sweep: str | None = None,
-    command: str | None = None,
-    overrides: Sequence[str] = (),
-) -> None:
-    """Simulate the largest steps of one job and write their records to ``run_dir``."""
-    folder, facts = Path(run_dir), startup_facts(None)
-    constants = {**constant_keys(config), **facts, "mode": "simulate", "command": command or facts["command"]}
-    constants["selfcheck"] = "off"
-    with Recorder(
-        folder,
-        run_id=run_id,
-        attempt=attempt,
-        config=to_dict(config),
-        tracking=config.tracking,
-        group=sweep,
-        name=" ".join(overrides) or config.model.name,
-        constants=constants,
-        rank=0,
-    ) as recorder:
-        if warning := native_length_warning(config.model, config.context):
-            log.warning(warning)
-        for row in simulate(config, progress=Progress(folder / "progress.json")):
-            recorder.log(row)
+def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
+    """Simulate the largest steps of one job and write their records; ``context`` is that of ``run_job``."""
+    play_job(simulate, "simulate", config, run_dir, **context)
 
 
-def simulate(config: RunConfig, *, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
     """Yield the records of the steps that hold most: one on a fresh prompt and, where prompts are reused, one more.
 
     ``config.simulation`` says which rank is simulated, how unevenly experts are chosen, and whether all chunks and
-    branches are evaluated. Numbers that only a run has are None.
+    branches are evaluated.
     """
     config = replace(config, measure_drift=False)
-    world, chosen = config.hardware.world_size, config.simulation
-    with _fake_ranks(world, chosen.rank), counts_stated(_stated(config)):
-        mesh = None
-        if world > 1:
-            mesh = _Alone(**vars(build_mesh(rank_sizes(config.model, config.hardware), "cpu")))
-        with FakeTensorMode() as fake, MemoryMeter() as meter:
-            watch = _Watch(meter, progress or Progress(None))
-            trainer = build_trainer(config, watch, task=_Task(config, fake), mesh=mesh, make_model=_model)
-            facts = model_facts(trainer) | {"simulated_rank": chosen.rank, "expert_imbalance": chosen.imbalance}
-            facts["stepped_over"] = not chosen.every
-            if not chosen.every:
-                trainer.model = Stepped(trainer.model, config)  # type: ignore[assignment]
-            gc.collect()
-            for step in _steps(trainer):
-                watch.progress.step = step
-                yield {**facts, **trainer.step(step), **dict.fromkeys(UNKNOWN)}
+    every = config.simulation.every
+    with played_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter:
+        with unset_fake_temporarily():  # a group looks at its values
+            task = PlayedTask(config, fake.from_tensor)
+        watch = _Watch(meter, progress or Progress(None))
+        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=_model)
+        facts = model_facts(trainer)
+        if not every:
+            trainer.model = Stepped(trainer.model, config)  # type: ignore[assignment]
+        gc.collect()
+        for step in _steps(trainer):
+            watch.progress.step = step
+            yield {**facts, **trainer.step(step), "stepped_over": not every, **dict.fromkeys(TIMES)}
 
 
 def _steps(trainer: Trainer) -> list[int]:
@@ -137,33 +84,6 @@ class _Watch(Watch):
         gc.collect()
         with super().verb(name, positions):
             yield
-
-
-class _Alone(Mesh):
-    """A mesh of which one rank is there: it hears nothing from the others."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class _Task:
-    """A group of the configured lengths."""
-
-    def __init__(self, config: RunConfig, fake: FakeTensorMode):
-        self.description: dict[str, Any] = {"name": "simulated"}
-        with unset_fake_temporarily():  # a group looks at its values
-            lengths = [config.response_length] * config.group_size
-            real = Group(
-                torch.zeros(config.prompt_positions, dtype=torch.int64),
-                [torch.zeros(length, dtype=torch.int64) for length in lengths],
-                [float(i % 2) for i in range(config.group_size)],
-            )
-        real.prompt = fake.from_tensor(real.prompt)
-        real.responses = [fake.from_tensor(response) for response in real.responses]
-        self._group = real
-
-    def group(self, step: int) -> Group:
-        return self._group
 
 
 class Stepped:
@@ -300,38 +220,3 @@ def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return model, None if mesh is None else parallelize(model, mesh)
-
-
-@contextmanager
-def _fake_ranks(world: int, rank: int) -> Iterator[None]:
-    """Bring up a process group that sends nothing, with this process as ``rank`` of ``world``."""
-    if world == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _stated(config: RunConfig) -> Callable[[Tensor, int], list[int]]:
-    """Return what states how many tokens go to each expert: those of this rank get ``imbalance`` times their share."""
-    ep, chosen = rank_sizes(config.model, config.hardware).ep, config.simulation
-
-    def state(places: Tensor, number: int) -> list[int]:
-        total, own = places.numel(), number // ep
-        if ep == 1 or number % ep:
-            return _evenly(total, number)
-        first = own * (chosen.rank % ep)
-        here = min(round(total / ep * chosen.imbalance), total)
-        others = _evenly(total - here, number - own)
-        return [*others[:first], *_evenly(here, own), *others[first:]]
-
-    return state
-
-
-def _evenly(total: int, places: int) -> list[int]:
-    return [total // places + (place < total % places) for place in range(places)]

@@ -53,9 +53,9 @@ def prepared(folder, *configs):
 
 def test_every_job_is_checked_before_any_is_frozen(tmp_path):
     wrong = [launch.Draft(3, [], tmp_path / "3", None, "context: not a count")]
-    good, early = config(), config(mode="emulate")
+    good, early = config(), config({"name": "gpu", "gpus_per_node": 1}, mode="run")
     with pytest.raises(ConfigError) as error:
-        launch.prepare([*drafts(tmp_path, good, early, config(mode="emulate")), *wrong], command="c", sweep="s")
+        launch.prepare([*drafts(tmp_path, good, early, early), *wrong], command="c", sweep="s")
     lines = str(error.value).splitlines()
     assert lines[0] == "3 of 4 jobs are wrong, none was started"
     assert [line.split(":")[0] for line in lines[1:]] == ["jobs 1, 2", "job 3"]

@@ -1,0 +1,26 @@
+"""What ranks are asked to count: the peaks of a job's first step."""
+
+from dataclasses import dataclass
+
+from longstraw.config import RunConfig
+from longstraw.memory import MemoryMeter
+from longstraw.observe import Progress, Watch
+from longstraw.ops.counts import counts_stated
+from longstraw.played import stated_counts
+from longstraw.trainer import build_trainer
+
+
+def count(config):
+    """Return the most bytes of each verb, and at the peak of each kind; experts get as many tokens as is stated."""
+    with MemoryMeter() as meter, counts_stated(stated_counts(config)):
+        watch = Watch(meter, Progress(None))
+        build_trainer(config, watch).step(0)
+        return watch.peaks.by_verb, watch.peaks.by_kind
+
+
+@dataclass
+class Counting:
+    config: RunConfig
+
+    def run(self, world):
+        return count(self.config)
