@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict
+from longstraw.config import HardwareConfig, RunConfig, from_dict
 from longstraw.failures import RankLostError, describe, status_of
 from longstraw.parallel.started import check_world_size, started, threads
 from longstraw.parallel.words import word_of, words_folder, write_word

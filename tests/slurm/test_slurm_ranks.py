@@ -117,14 +117,14 @@ class Disturber:
             except BaseException as error:
                 self.errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+        threads = [threading.Thread(target=run, args=(f,), name=f.__name__, daemon=True) for f in functions]
         for thread in threads:
             thread.start()
         yield
         for thread in threads:
             thread.join(60)
         assert self.errors == []
-        assert not any(thread.is_alive() for thread in threads)
+        assert [thread.name for thread in threads if thread.is_alive()] == []  # its place was not reached
 
 
 def descendants(pids):
@@ -194,6 +194,7 @@ def first_round(at, jobs):
         at.go_on(2, 0)
         ranks = at.place(2, 1)
         at.kill(ranks[0]["parent"])
+        at.call("scontrol", "reconfigure")  # it asks the nodes what they run, which it else does once a minute
 
     with at.disturbing(rank, ask_then_daemon):
         return launch.launch(jobs, at.folder, alone=False)
