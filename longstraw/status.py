@@ -112,10 +112,10 @@ def _look_slurm(job: Status, known: Known, over: bool, trouble: str) -> None:
         state = known.state if known.over else "it knows the job no more"
         attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + known.restarts
         leave_word(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", attempt)
-    if over or has_result(job.run_dir):
-        job.state = _ended(job.run_dir)
-    elif known.state in WAITING:
+    if known.state in WAITING:  # also one whose other ranks ended when a node was lost: SLURM starts it again
         job.state, job.note = "pending", advice(known.reason)
+    elif over or has_result(job.run_dir):
+        job.state = _ended(job.run_dir)
     elif trouble:
         job.note = "SLURM does not answer"
     else:

@@ -85,6 +85,7 @@ def test_a_sweep_on_slurm(tmp_path, commands, capsys, monkeypatch):
     write_json(folders[2] / "result.json", {"attempt": 0, "status": "ok"})
     steps(folders[3], 0, {**OK, "step": 0}, {"status": "preempted", "step": 1, "error": "asked to end"})
     write_json(folders[3] / "result.json", {"attempt": 0, "status": "preempted"})
+    write_json(folders[4] / "result.json", {"attempt": 1, "status": "error"})  # a node of it was lost
     assert status.main([str(tmp_path / "s")]) == 1
     said = capsys.readouterr().out
     assert [cells(said, num)[1] for num in range(5)] == ["pending", "running", "done", "failed", "pending"]
