@@ -130,6 +130,8 @@ def _gradient(row: dict[str, Any]) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
+    if row["status"] == "ok" and row["mode"] == "simulate":
+        return "simulated"  # ok says that it ran
     reason = " ".join(_text(row["error"]).split())
     if row["status"] == "ok" or not reason:
         return str(row["status"])

@@ -213,6 +213,12 @@ def test_markdown_shows_windows_dirt_and_claims(tmp_path):
     assert "claim" not in capacity.shown(table_of(write(tmp_path / "b", [{"step": 0}])))
 
 
+def test_what_was_simulated_is_never_called_ok(tmp_path):
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}], mode="simulate")
+    write(tmp_path / "b", [{"step": 0, "peak_allocated_bytes": 5}])
+    assert dict(capacity.shown(table_of(tmp_path))[["mode", "status"]].values) == {"run": "ok", "simulate": "simulated"}
+
+
 def test_the_paper_stands_beside_the_same_case_only(tmp_path):
     case = {"model": "qwen3_6_27b", "context": 2097152}
     write(tmp_path / "a", [{"step": 0}], **case)
