@@ -1,14 +1,17 @@
 """The paper's sweeps are the paper's cases, and a sweep's jobs are what its table says."""
 
 import csv
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from longstraw.budget import predict
 from longstraw.config import conf_dir, from_composed, option
 from longstraw.run import register
+from longstraw.units import GB
 
 ROOT = Path(__file__).resolve().parents[2]
 RECEIPTS = {row["receipt"]: row for row in csv.DictReader((ROOT / "analysis" / "paper.csv").open())}
@@ -57,3 +60,19 @@ def test_glm_runs_in_full_and_in_both_modes():
     detached, exact = jobs("glm_full")
     assert (detached.prompt_grad, exact.prompt_grad) == ("detached", "exact")
     assert detached.model.num_hidden_layers == 78
+
+
+def test_the_limits_are_within_a_hundredth_of_what_the_budget_finds_room_for():
+    reach = {("detached", None): 10622, ("exact", None): 3301, ("exact", "bfloat16"): 4843}
+    swept = {(config.prompt_grad, config.context) for config in jobs("ours_limit")}
+    for (grad, dtype), limit in reach.items():
+        assert dtype or (grad, limit * 1024) in swept
+        base = next(config for config in jobs("ours_limit") if config.prompt_grad == grad)
+        room = round((base.hardware.memory_gb - base.hardware.reserve_gb) * GB)
+
+        def peak(context, base=base, dtype=dtype):
+            config = replace(base, context=context, state=replace(base.state, gradient_dtype=dtype))
+            lengths = {"prompt_positions": config.prompt_positions, "response_positions": config.response_length}
+            return predict(config, **lengths).peak
+
+        assert peak(round(0.99 * limit) * 1024) <= room < peak(round(1.01 * limit) * 1024)
