@@ -20,6 +20,7 @@ from typing import Any
 
 from longstraw.config import ConfigError, RunConfig, from_composed, from_dict, to_dict
 from longstraw.failures import RankLostError, describe, is_users
+from longstraw.fit import too_large
 from longstraw.job import execute, leave_word, write_json
 from longstraw.logs import failed_tail, tail
 from longstraw.parallel.started import started
@@ -115,9 +116,10 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
         count = sum(job.place == place for job in jobs)
         jobs_text = "" if alone else f"{count} job{'s' * (count > 1)} "
         print(f"longstraw: mode={place.mode}: {jobs_text}{place.why}; records go to {_shown(folder)}", flush=True)
-    here = [job for job in jobs if job.place.where == "here"]
+    starting = refuse(jobs)
+    here = [job for job in starting if job.place.where == "here"]
     detach = jobs[0].config.launch.detach
-    handles = submit_slurm([job for job in jobs if job.place.where == "slurm"], folder)
+    handles = submit_slurm([job for job in starting if job.place.where == "slurm"], folder)
     write_manifest(jobs, folder, handles)
     if detach:
         if here:
@@ -128,14 +130,31 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     if started().world_size > 1:
         from longstraw.parallel.ranks import offer_job
 
-        offer_job(jobs[0].run_dir)
-    code = run_here(here[0]) if in_process else run_queue(jobs, handles)
+        offer_job(starting[0].run_dir if starting else None)
+    code = run_here(here[0]) if in_process else run_queue(starting, handles)
+    code = code or int(len(starting) < len(jobs))
     if not in_process:
         _print_failed(jobs, handles)
     print(table([job.run_dir for job in jobs], errors=not in_process))
     where = _shown(folder / "*" if len(jobs) > 1 else jobs[0].run_dir)  # hydra.run.dir names the job's own folder
     print(f"records: {where}/records.jsonl", flush=True)
     return code
+
+
+def refuse(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs that may start; one that cannot fit its devices gets its record instead, which says what would.
+
+    Nothing has been allocated or asked of SLURM for it.
+    """
+    starting = []
+    for job in jobs:
+        reason = too_large(job.config) if job.place.mode == "run" else None
+        if reason is None:
+            starting.append(job)
+        else:
+            attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0)
+            leave_word(job.run_dir, "too_large", reason, attempt)
+    return starting
 
 
 def _print_failed(jobs: Sequence[Job], handles: dict[int, Any]) -> None:
@@ -206,7 +225,7 @@ def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
     """
     lines = {job.num: Line(job.run_dir, label, job.config.steps) for job, label in zip(jobs, labels(jobs), strict=True)}
     waiting = [job for job in jobs if job.num not in handles]
-    limit = jobs[0].config.launch.max_parallel or 1
+    limit = (jobs[0].config.launch.max_parallel if jobs else None) or 1
     begun: dict[int, float] = {}
     ended: set[int] = set()  # jobs whose last rank had to be ended
     screen = Screen(list(lines.values()))
@@ -355,7 +374,7 @@ def main(folder: Path) -> int:
     """Run the local jobs of a launched folder; what ``launch.detach=true`` leaves behind."""
     jobs = []
     for entry in read_json(folder / "sweep.json")["jobs"]:
-        if entry["where"] == "here":
+        if entry["where"] == "here" and not has_result(Path(entry["run_dir"])):
             spec = read_json(Path(entry["run_dir"]) / "spec.json")
             config = from_dict(spec["config"])
             jobs.append(Job(spec["num"], spec["overrides"], Path(entry["run_dir"]), config, resolve(config)))

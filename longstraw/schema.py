@@ -211,12 +211,14 @@ def numbers(value: Any) -> Any:
 def constant_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys that the configuration alone decides, so that a row written before any step is complete.
 
-    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step; a step's own row says what
-    was predicted of that step.
+    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where there are no
+    formulas; a step's own row says what was predicted of that step.
     """
-    from longstraw.budget import predict  # here: the analysis reads records and asks for no prediction
+    from longstraw.budget import is_predicted, predict  # here: the analysis reads records and asks for no prediction
 
-    largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
+    largest = None
+    if is_predicted(config):
+        largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
     return {
         "claim": config.claim,
         "mode": None if config.mode == "auto" else config.mode,
@@ -242,8 +244,8 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
         "steps": config.steps,
-        "predicted_peak_bytes": largest.peak,
-        "predicted_bytes_by_kind": largest.by_kind,
+        "predicted_peak_bytes": largest and largest.peak,
+        "predicted_bytes_by_kind": largest and largest.by_kind,
     }
 
 

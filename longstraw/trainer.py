@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw.budget import predict, step_flops
+from longstraw.budget import is_predicted, predict, step_flops
 from longstraw.config import RunConfig, gradient_start
 from longstraw.data import Task, build_task
 from longstraw.grpo import Group, advantages, branch_losses
@@ -201,8 +201,8 @@ class Trainer:
         by_kind = self.watch.meter.bytes_by_kind()
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
         fresh = shared.age == 0
-        prediction = None  # of many ranks: not yet
-        if self.parallel is None:
+        prediction = None
+        if is_predicted(self.config):
             prediction = predict(
                 self.config,
                 prompt_positions=prompt_positions,

@@ -30,6 +30,7 @@ __all__ = [
     "adapted",
     "gradient_item",
     "is_predicted",
+    "layout_of",
     "parameter_shapes",
     "predict",
     "step_flops",
@@ -64,17 +65,19 @@ def predict(
     group_size: int | None = None,
     optimizer_held: bool | None = None,
     prefilled: bool = True,
+    layout: Layout | None = None,
 ) -> Prediction:
     """Return the bytes that one step of ``config`` holds on the rank that holds most; see ``is_predicted``.
 
     ``prompt_positions`` include the last prompt token, which is replayed; ``response_positions`` are those of the
     longest response. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the
     largest step of the job. A step on a prompt that an earlier one evaluated is not ``prefilled``. Of a rank's experts
-    an even share of tokens is counted, times ``config.simulation.imbalance``.
+    an even share of tokens is counted, times ``config.simulation.imbalance``. ``layout`` is what ``layout_of`` said of
+    ``config`` before, whatever its lengths.
     """
     sizes = rank_sizes(config.model, config.hardware)
     lengths = lengths_of(config, prompt_positions, response_positions, group_size or config.group_size, sizes.cp)
-    layout = Layout(config, sizes) if config.hardware.backend == "cuda" or sizes.world > 1 else None
+    layout = layout_of(config) if layout is None else layout
     stands = standing(config, lengths, layout)
     verbs = Single(config, lengths) if layout is None else Spread(layout, lengths)
     held = config.steps > 1 if optimizer_held is None else optimizer_held
@@ -83,6 +86,13 @@ def predict(
     verb = max(highest, key=lambda name: total(highest[name]))
     by_verb = {name: total(kinds) for name, kinds in highest.items()}
     return Prediction(total(highest[verb]), verb, highest[verb], by_verb, stands.host)
+
+
+def layout_of(config: RunConfig) -> Layout | None:
+    """Return what one rank holds of the parameters; None for one process on a CPU, which has them all."""
+    if config.hardware.backend == "cpu" and config.hardware.world_size == 1:
+        return None
+    return Layout(config, rank_sizes(config.model, config.hardware))
 
 
 class Single:

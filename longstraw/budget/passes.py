@@ -79,6 +79,7 @@ class Pass:
         self.block = ""
         self.gradients: list[Held] = []  # of the parameters of the block whose backward is followed
         self.updates: list[Held] = []  # what layers add to the state
+        self.left: dict[object, tuple[list[Held], list[Held]]] = {}  # by kind of block: updates, and what it hands on
 
     def leave(self, saved: Saved | None, name: str, *held: Held) -> None:
         """Let go of what a call held, unless a backward needs it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from longstraw.budget.parameters import FROZEN, adapted, buffer_bytes, parameter_shapes
@@ -51,18 +52,24 @@ class Block:
     """The parameters of a block that are gathered for it."""
 
     parameters: list[Parameter] = field(default_factory=list)
+    kind: int = 0  # blocks alike have the same
 
     @property
+    def description(self) -> object:
+        """What tells blocks from each other."""
+        return tuple((p.name.split(".", 3)[-1], p.padded, p.width, p.item, p.trained) for p in self.parameters)
+
+    @cached_property
     def buffer(self) -> int:
         """Bytes of what is gathered into."""
         return sum(p.whole for p in self.parameters)
 
-    @property
+    @cached_property
     def outputs(self) -> int:
         """Bytes of the parameters copied out of it, each a tensor of its own."""
         return sum(rounded(p.whole) for p in self.parameters)
 
-    @property
+    @cached_property
     def learnt(self) -> list[Parameter]:
         """Those with a gradient."""
         return [p for p in self.parameters if p.trained]
@@ -90,6 +97,9 @@ class Layout:
             else:
                 block = self.blocks[int(parts[2])] if parts[1] == "layers" else self.root
                 block.parameters.append(parameter)
+        kinds: dict[object, int] = {}
+        for block in self.blocks:
+            block.kind = kinds.setdefault(block.description, len(kinds))
 
     def _parameters(self) -> Iterator[Parameter]:
         config, item = self.config, ITEM[self.config.model.dtype]
@@ -112,17 +122,17 @@ class Layout:
         padded = -(-shape[0] // pieces)
         return Parameter(name, padded, padded, prod(shape[1:]), item, pieces, trained)
 
-    @property
+    @cached_property
     def every(self) -> list[Parameter]:
         """All of them."""
         return [p for block in [*self.blocks, self.root] for p in block.parameters] + [*self.stay.values()]
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of all of them, and of the buffers."""
         return sum(p.size for p in self.every) + buffer_bytes(self.config.model)
 
-    @property
+    @cached_property
     def trained(self) -> list[Parameter]:
         """Those with a gradient."""
         return [p for p in self.every if p.trained]

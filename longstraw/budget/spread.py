@@ -70,26 +70,54 @@ class Spread:
     def _forward(
         self, ledger: Ledger, count: int, past: int, *, graph: bool = False, state_only: bool = False
     ) -> tuple[Qwen36Pass | Glm52Pass, list[list[Held]]]:
-        """Follow the blocks; return what followed them and, with a ``graph``, each block's inputs."""
-        followed = self._pass(ledger, self.layout, self.lengths, count, past)
-        x, inputs, before = [followed.embed()], [], list[Held]()
-        for i, block in enumerate(self.blocks):
-            gathered = []
-            if self.layout.sizes.world > 1:
-                buffer = ledger.take("gathered", block.buffer, "gathered")
-                gathered = [ledger.take("gathered", block.outputs, "gathered")]
-                ledger.drop(*before)
-                before = [buffer]
-            y = followed.forward(i, x, None, state_only=state_only and i == len(self.blocks) - 1)
-            ledger.drop(*gathered)
+        """Follow the blocks; return what followed them and, with a ``graph``, each block's inputs.
+
+        What is held grows from block to block, so of blocks alike only the last is followed.
+        """
+        followed, last = self._pass(ledger, self.layout, self.lengths, count, past), len(self.blocks) - 1
+        x, inputs = [followed.embed()], list[list[Held]]()
+        decide = set({self._kinds(i): i for i in range(last)}.values())  # the last of each
+        for i in range(last + 1):
+            if i in decide or i in (0, last):
+                buffer, outputs = self._gather(ledger, i, [ledger.take("gathered", self._buffer(i - 1), "gathered")])
+                y = followed.forward(i, x, None, state_only=state_only and i == last)
+                ledger.drop(buffer, outputs)
+            else:
+                y = self._step_over(followed, i, x)
             inputs.append(x)
             if not graph:
                 ledger.drop(*(held for held in x if held not in y))
             x = y
-        ledger.drop(*before)
         if not graph and not state_only:
             ledger.drop(*x)
         return followed, inputs
+
+    def _kinds(self, i: int) -> object:
+        """What the memory of a block depends on: its own parameters and those of its neighbours."""
+        return tuple(self.blocks[j].kind if 0 <= j < len(self.blocks) else None for j in (i - 1, i, i + 1))
+
+    def _buffer(self, i: int) -> int:
+        """Bytes that block ``i`` is gathered into, if there is one and anything is to be gathered."""
+        return self.blocks[i].buffer if self.layout.sizes.world > 1 and i >= 0 else 0
+
+    def _gather(self, ledger: Ledger, i: int, before: list[Held]) -> tuple[Held, Held]:
+        """Take a block's buffer and the parameters copied out of it, then let go of the buffer ``before``."""
+        buffer = ledger.take("gathered", self._buffer(i), "gathered")
+        outputs = ledger.take("gathered", self.blocks[i].outputs if self.layout.sizes.world > 1 else 0, "gathered")
+        ledger.drop(*before)
+        return buffer, outputs
+
+    def _step_over(self, followed: Qwen36Pass | Glm52Pass, i: int, x: list[Held]) -> list[Held]:
+        """Take what a block leaves, without following it; return its outputs."""
+        kind = self.blocks[i].kind
+        if kind not in followed.left:
+            alone = self._pass(Ledger({}), self.layout, self.lengths, followed.piece.n, followed.past)
+            y = alone.forward(i, x, None, state_only=False)
+            followed.left[kind] = alone.updates, [held for held in y if held not in x]
+        updates, outputs = followed.left[kind]
+        followed.updates += [followed.take(held.name, held.size, held.kind) for held in updates]
+        new = [followed.take(held.name, held.size, held.kind) for held in outputs]
+        return [*new, *x[len(new) :]]
 
     def _backward(
         self,
@@ -100,42 +128,46 @@ class Spread:
         state_only: bool = False,
     ) -> None:
         """Follow the blocks back, each evaluated again; ``grad`` is that of the last one's output."""
-        ledger, world = followed.ledger, self.layout.sizes.world
-        reduced: list[Held] = []
-        ahead: list[Held] = []
-        for i in reversed(range(len(self.blocks))):
-            block, only = self.blocks[i], state_only and i == len(self.blocks) - 1
-            gathered = []
-            if world > 1:
-                buffer = ahead or [ledger.take("gathered", block.buffer, "gathered")]
-                gathered = [ledger.take("gathered", block.outputs, "gathered")]
-                ledger.drop(*buffer)
-                ahead = [ledger.take("gathered", self.blocks[i - 1].buffer, "gathered")] if i else []
-            saved, number = Saved(), len(followed.updates)
+        ledger, last = followed.ledger, len(self.blocks) - 1
+        seen = set[object]()
+        for i in reversed(range(last + 1)):
+            if i not in (0, last - 1, last) and self._kinds(i) in seen:
+                ledger.drop(*(held for held in inputs[i] if held not in inputs[i - 1]))
+                continue
+            if i < last:
+                seen.add(self._kinds(i))
+            reduced = ledger.take("reduced", self._sent(i + 1), "communication")
+            buffer, outputs = self._gather(ledger, i, [])
+            ledger.drop(buffer)
+            ahead = ledger.take("gathered", self._buffer(i - 1), "gathered")
+            saved, number, only = Saved(), len(followed.updates), state_only and i == last
             again = followed.forward(i, inputs[i], saved, state_only=only)
             ledger.drop(*(held for held in again if held not in inputs[i]), *followed.updates[number:])
             del followed.updates[number:]
             followed.backward(i, saved, state_only=only)
             own = ledger.take("gradient", followed.piece.t * followed.d * followed.w)
-            ledger.drop(*gathered, *([grad] if grad else []))
+            ledger.drop(outputs, reduced, *([grad] if grad else []))
             ledger.drop(*(held for held in inputs[i] if i == 0 or held not in inputs[i - 1]))
             grad = own
-            reduced = self._reduce(followed, i, reduced)
+            self._reduce(followed, i)
+            ledger.drop(ahead)
         if grad:
             followed.embed_backward(grad)
 
-    def _reduce(self, followed: Qwen36Pass | Glm52Pass, index: int, before: list[Held]) -> list[Held]:
-        """Follow the gradients of a block's parameters to their sums; return what is kept until the next block's."""
-        ledger, block = followed.ledger, self.blocks[index]
+    def _sent(self, i: int) -> int:
+        """Bytes that the gradients of block ``i`` are reduced from, on all ranks."""
+        if self.layout.sizes.world == 1 or i == len(self.blocks):
+            return 0
+        return self.layout.sizes.world * self.blocks[i].reduced(ITEM["float32"])
+
+    def _reduce(self, followed: Qwen36Pass | Glm52Pass, i: int) -> None:
+        """Follow the gradients of a block's parameters to their sums."""
+        ledger, block = followed.ledger, self.blocks[i]
         own, followed.gradients = followed.gradients, []
-        if self.layout.sizes.world == 1 or not block.learnt:
-            ledger.drop(*own)
-            return before
-        ledger.drop(*before)
-        wide = max(ITEM["float32"], followed.w)
-        sent = ledger.take("reduced", self.layout.sizes.world * block.reduced(wide), "communication")
+        sent = ledger.take("reduced", self._sent(i), "communication")
         ledger.drop(*own)
-        came = ledger.take("gradients", block.reduced(wide), "communication")
-        narrow = ledger.take("gradients", block.reduced(block.learnt[0].item))
-        ledger.drop(came, narrow)
-        return [sent]
+        if sent.size:
+            came = ledger.take("gradients", block.reduced(ITEM["float32"]), "communication")
+            narrow = ledger.take("gradients", block.reduced(block.learnt[0].item))
+            ledger.drop(came, narrow)
+        ledger.drop(sent)

@@ -1,0 +1,142 @@
+"""Whether a run fits its devices, and what would: predicted bytes against what the hardware has. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from longstraw.budget import Prediction, is_predicted, layout_of, predict
+from longstraw.budget.ranks import Layout
+from longstraw.config import ConfigError, HardwareConfig, RunConfig
+from longstraw.parallel.sizes import rank_sizes
+from longstraw.units import GB, format_bytes
+
+MARGIN = 1.016  # a prediction may be that much too high
+STEP = 64  # contexts are given in multiples of
+LONGEST = 2**40
+SHOWN = 4  # kinds that a text names, the largest first
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The largest context that fits, and what is held there."""
+
+    context: int
+    prediction: Prediction
+
+
+def limit_bytes(hardware: HardwareConfig) -> int | None:
+    """Return the bytes that a run may hold on one device; None where the hardware's memory is not known."""
+    return None if hardware.memory_gb is None else round((hardware.memory_gb - hardware.reserve_gb) * GB)
+
+
+def too_large(config: RunConfig) -> str | None:
+    """Return why a run cannot fit its devices, with the parts and what would fit; None where it may, or who knows.
+
+    A prediction that is only a little too high is no reason: see ``MARGIN``.
+    """
+    limit = limit_bytes(config.hardware)
+    if limit is None or not is_predicted(config):
+        return None
+    said = predicted(config)
+    return None if said.peak <= limit * MARGIN else explain(config, "predicted", said.peak, said.verb, said.by_kind)
+
+
+def exceeded(config: RunConfig, peak: int, verb: str, by_kind: dict[str, int]) -> dict[str, str]:
+    """Return the status of a step whose memory was counted where its hardware does not have it; else nothing."""
+    limit = limit_bytes(config.hardware)
+    if limit is None or peak <= limit:
+        return {}
+    return {"status": "too_large", "error": explain(config, "counted", peak, verb, by_kind)}
+
+
+def explain(config: RunConfig, how: str, peak: int, verb: str, by_kind: dict[str, int]) -> str:
+    """Return in one line what does not fit, what it is made of, and what would fit."""
+    hardware, limit = config.hardware, limit_bytes(config.hardware) or 0
+    reserve = f" less hardware.reserve_gb={hardware.reserve_gb:g}" if hardware.reserve_gb else ""
+    parts = sorted(by_kind.items(), key=lambda part: -part[1])[:SHOWN]
+    text = (
+        f"a rank holds {format_bytes(peak)} at its peak ({how}, in {verb}: "
+        f"{', '.join(f'{kind} {format_bytes(size)}' for kind, size in parts)}); "
+        f"hardware.memory_gb={hardware.memory_gb:g}{reserve} leaves {format_bytes(limit)}"
+    )
+    if not is_predicted(config):
+        return text
+    longest, larger = largest_context(config), smallest_hardware(config)
+    would = [] if longest is None else [f"context={longest.context}"]
+    would += [] if larger is None else [f"hardware.nodes={larger.nodes} ({ranks_text(larger)})"]
+    return f"{text}; {'would fit: ' + ' or '.join(would) if would else 'no context and no number of nodes would fit'}"
+
+
+def ranks_text(hardware: HardwareConfig) -> str:
+    """Return the devices of ``hardware`` in words."""
+    kind = (hardware.gpu or hardware.backend).upper()
+    return f"{hardware.nodes} x {max(hardware.gpus_per_node, 1)} {kind}"
+
+
+def predicted(config: RunConfig, context: int | None = None, layout: Layout | None = None) -> Prediction:
+    """Return what the largest step of a run holds, at another ``context`` if one is given."""
+    prompt = (context or config.context) - config.response_length
+    return predict(config, prompt_positions=prompt, response_positions=config.response_length, layout=layout)
+
+
+def largest_context(config: RunConfig) -> Fitting | None:
+    """Return the largest context that fits, to a thousandth and in multiples of 64; None where none does.
+
+    Memory grows with the context almost as a straight line, on which the next guess lies.
+    """
+    limit = limit_bytes(config.hardware)
+    if limit is None:
+        raise ConfigError(f"hardware={config.hardware.name} has no memory_gb: give hardware.memory_gb=NUMBER")
+    layout, least = layout_of(config), config.response_length + STEP
+
+    def at(context: int) -> Fitting:
+        context = context // STEP * STEP
+        return Fitting(context, predicted(config, context, layout))
+
+    low, high = at(least + STEP), at(2 * least)
+    if low.prediction.peak > limit:
+        return None
+    while high.prediction.peak <= limit:
+        if high.context >= LONGEST:
+            return high
+        low, high = high, at(min(_crossing(low, high, limit) * 33 // 32, 8 * high.context))
+    while (span := high.context - low.context) > max(STEP, low.context // 1000):
+        margin = max(span // 64, STEP)
+        middle = at(min(max(_crossing(low, high, limit), low.context + margin), high.context - 1))
+        low, high = (middle, high) if middle.prediction.peak <= limit else (low, middle)
+    return low
+
+
+def _crossing(low: Fitting, high: Fitting, limit: int) -> int:
+    """Return where a straight line through both meets ``limit``."""
+    slope = (high.prediction.peak - low.prediction.peak) / (high.context - low.context)
+    return LONGEST if slope <= 0 else min(low.context + int((limit - low.prediction.peak) / slope), LONGEST)
+
+
+def smallest_hardware(config: RunConfig, *, from_one: bool = False) -> HardwareConfig | None:
+    """Return the fewest nodes of ``config.hardware``'s kind that hold the run; None where none do.
+
+    ``from_one`` asks for fewer devices than a node has, too.
+    """
+    limit = limit_bytes(config.hardware)
+    for hardware in _larger(config.hardware, from_one):
+        bigger = replace(config, hardware=hardware)
+        try:
+            rank_sizes(config.model, hardware)
+        except ConfigError:  # not every number of ranks can share a model
+            continue
+        if limit is not None and is_predicted(bigger) and predicted(bigger).peak <= limit:
+            return hardware
+    return None
+
+
+def _larger(hardware: HardwareConfig, from_one: bool) -> Iterator[HardwareConfig]:
+    """Yield hardware of one kind, from small to large: within a node, then more of them."""
+    for gpus in (1, 2, 4, 8, 16) if from_one else ():
+        if gpus < hardware.gpus_per_node:
+            yield replace(hardware, nodes=1, gpus_per_node=gpus, ranks=None, ep=None)
+    nodes = [1, 2, 3, *(4 * 2**i for i in range(6))]
+    for number in nodes:
+        if from_one or number > hardware.nodes:
+            yield replace(hardware, nodes=number, ranks=None, ep=None)
