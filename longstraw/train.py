@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,6 +94,8 @@ def run_job(
             )
             _take_steps(trainer, keeper)
             if config.save:
+                if rank == 0 and attempt:
+                    _discard_saved(folder)
                 save_trained(trainer, folder)
         except Preempted as asked:
             recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
@@ -114,6 +117,13 @@ def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Pree
     asked.told = f"{asked}; this attempt had not begun"
     recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.told})
     return asked
+
+
+def _discard_saved(folder: Path) -> None:
+    """Remove what an earlier attempt saved that was killed then, or after it."""
+    for pattern in ("model", "adapter", ".model.*", ".adapter.*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _take_steps(trainer: Trainer, keeper: Keeper) -> None:

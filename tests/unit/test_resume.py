@@ -190,6 +190,29 @@ def test_without_a_checkpoint_everything_is_done_again_and_marked(tmp_path, undi
     assert outcome(tmp_path, 0, 1) == undisturbed()
 
 
+@pytest.mark.parametrize("moment", ["while it saves", "after it saved"])
+def test_a_job_that_was_killed_when_all_steps_were_done_saves_again(tmp_path, monkeypatch, undisturbed, moment):
+    def dies(trainer, folder):
+        save(trainer, folder)
+        if moment == "while it saves":
+            (folder / "model").rename(folder / ".model.x")
+        os._exit(5)
+
+    save, child = train.save_trained, os.fork()
+    if child == 0:
+        threading.Timer(120, os._exit, [3]).start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "save_trained", dies)
+            try:
+                run(tmp_path, 0, checkpoint={"every": 1})
+            finally:
+                os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert run(tmp_path, 1, checkpoint={"every": 1}) is None
+    assert outcome(tmp_path, 0, 1) == undisturbed()
+    assert sorted(path.name for path in tmp_path.iterdir() if "model" in path.name) == ["model"]
+
+
 def test_a_zombie_writes_nothing_once_a_later_attempt_has_begun(tmp_path, monkeypatch):
     at_advance(monkeypatch, 30, lambda: records_path(tmp_path, 1).touch())
     with pytest.raises(Superseded):
