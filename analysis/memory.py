@@ -30,9 +30,9 @@ _WORDS = {
     "group_size": "group",
     "prompt_grad": "prompt grad",
     "world_size": "ranks",
-    "state_gradient_dtype": "state gradient",
+    "state_gradient_dtype": "state gradient in",
 }
-_LEFT = ("model", "trained", "prompt grad", "state gradient", "peak in")  # columns of words
+_LEFT = ("model", "trained", "prompt grad", "state gradient in", "peak in")  # columns of words
 
 
 def experiments(*claims: str) -> list[Job]:
