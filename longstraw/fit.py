@@ -13,7 +13,7 @@ from longstraw.units import GB, format_bytes
 
 MARGIN = 1.016  # a prediction may be that much too high
 STEP = 64  # contexts are given in multiples of
-LONGEST = 2**40
+LONGEST = 2**26  # no context beyond is looked for
 SHOWN = 4  # kinds that a text names, the largest first
 
 
@@ -23,6 +23,7 @@ class Fitting:
 
     context: int
     prediction: Prediction
+    load: float  # of the memory there is, 1: all
 
 
 def limit_bytes(hardware: HardwareConfig) -> int | None:
@@ -85,33 +86,41 @@ def largest_context(config: RunConfig) -> Fitting | None:
 
     Memory grows with the context almost as a straight line, on which the next guess lies.
     """
-    limit = limit_bytes(config.hardware)
-    if limit is None:
-        raise ConfigError(f"hardware={config.hardware.name} has no memory_gb: give hardware.memory_gb=NUMBER")
     layout, least = layout_of(config), config.response_length + STEP
 
     def at(context: int) -> Fitting:
         context = context // STEP * STEP
-        return Fitting(context, predicted(config, context, layout))
+        prediction = predicted(config, context, layout)
+        return Fitting(context, prediction, _load(config.hardware, prediction))
 
     low, high = at(least + STEP), at(2 * least)
-    if low.prediction.peak > limit:
+    if low.load > 1:
         return None
-    while high.prediction.peak <= limit:
+    while high.load <= 1:
         if high.context >= LONGEST:
             return high
-        low, high = high, at(min(_crossing(low, high, limit) * 33 // 32, 8 * high.context))
+        low, high = high, at(min(_crossing(low, high) * 33 // 32, 8 * high.context, LONGEST))
     while (span := high.context - low.context) > max(STEP, low.context // 1000):
         margin = max(span // 64, STEP)
-        middle = at(min(max(_crossing(low, high, limit), low.context + margin), high.context - 1))
-        low, high = (middle, high) if middle.prediction.peak <= limit else (low, middle)
+        middle = at(min(max(_crossing(low, high), low.context + margin), high.context - 1))
+        low, high = (middle, high) if middle.load <= 1 else (low, middle)
     return low
 
 
-def _crossing(low: Fitting, high: Fitting, limit: int) -> int:
-    """Return where a straight line through both meets ``limit``."""
-    slope = (high.prediction.peak - low.prediction.peak) / (high.context - low.context)
-    return LONGEST if slope <= 0 else min(low.context + int((limit - low.prediction.peak) / slope), LONGEST)
+def _load(hardware: HardwareConfig, prediction: Prediction) -> float:
+    """Return the share of a device's memory, or of a rank's host memory, that is asked for: the larger one."""
+    limit = limit_bytes(hardware)
+    if limit is None:
+        raise ConfigError(f"hardware={hardware.name} has no memory_gb: give hardware.memory_gb=NUMBER")
+    host = hardware.host_memory_gb
+    of_host = 0.0 if host is None else prediction.host * max(hardware.gpus_per_node, 1) / (host * GB)
+    return max(prediction.peak / max(limit, 1), of_host)
+
+
+def _crossing(low: Fitting, high: Fitting) -> int:
+    """Return where a straight line through both meets all there is."""
+    slope = (high.load - low.load) / (high.context - low.context)
+    return LONGEST if slope <= 0 else min(low.context + int((1 - low.load) / slope), LONGEST)
 
 
 def smallest_hardware(config: RunConfig, *, from_one: bool = False) -> HardwareConfig | None:
@@ -119,14 +128,13 @@ def smallest_hardware(config: RunConfig, *, from_one: bool = False) -> HardwareC
 
     ``from_one`` asks for fewer devices than a node has, too.
     """
-    limit = limit_bytes(config.hardware)
     for hardware in _larger(config.hardware, from_one):
-        bigger = replace(config, hardware=hardware)
+        bigger = replace(config, hardware=hardware, simulation=replace(config.simulation, rank=0))
         try:
             rank_sizes(config.model, hardware)
         except ConfigError:  # not every number of ranks can share a model
             continue
-        if limit is not None and is_predicted(bigger) and predicted(bigger).peak <= limit:
+        if is_predicted(bigger) and _load(hardware, predicted(bigger)) <= 1:
             return hardware
     return None
 

@@ -1,0 +1,161 @@
+"""What fits where, from formulas and in seconds: ``python -m longstraw.plan [model=NAME] [hardware=NAME] [key=value]``.
+
+A table of the largest context that fits for each way to train: prompt gradient, trained set, optimizer, dtype of the
+state's gradient, and whether the retained rows lie on the GPU or in host pages. A key that is given holds in every row;
+any key of a job may be. With ``context=...`` each row also names the smallest hardware of that kind that holds it.
+Steps after the first are meant, in which AdamW has its state. Host memory counts where ``hardware.host_memory_gb``
+says how much a node has.
+
+Nothing is measured or simulated here: ``mode=simulate`` counts one case, this predicts all of them, within 1.6 % of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longstraw.budget import is_predicted
+from longstraw.config import ConfigError, RunConfig, from_dict, option
+from longstraw.fit import LONGEST, Fitting, largest_context, limit_bytes, ranks_text, smallest_hardware
+from longstraw.overrides import Typed, check
+from longstraw.units import format_bytes, format_count
+
+DEFAULTS = {"model": "qwen3_6_27b", "hardware": "h20x8", "adapter": "auto", "data": "needle"}
+DEFAULTS |= {"algorithm": "grpo", "optimizer": "adamw"}
+AXES: dict[str, tuple[Any, ...]] = {  # what a row chooses, where it is not given
+    "prompt_grad": ("detached", "exact"),
+    "adapter": ("lora", "none"),
+    "optimizer": ("adamw", "none"),
+    "state.gradient_dtype": ("float32", "bfloat16"),
+    "state.device": (None, "cpu"),
+}
+WORDS = {"null": None, "true": True, "false": False}
+
+
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return ``key=value`` arguments as a dict; raise ``ConfigError`` with one line for each that no job knows."""
+    typed: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument}: write key=value")
+        if key in ("sweep", "mode"):
+            raise ConfigError(f"{argument}: a plan is of no {key}; it shows every way to train on one hardware")
+        typed[key] = _value(text)
+    check([Typed(f"{key}={value}", key, (value,)) for key, value in typed.items()])
+    return typed
+
+
+def _value(text: str) -> Any:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def compose(typed: dict[str, Any]) -> RunConfig:
+    """Return the run that these keys describe, the other ones at their defaults."""
+    values: dict[str, Any] = {group: option(group, str(typed.get(group, name))) for group, name in DEFAULTS.items()}
+    values["steps"] = 2
+    for key, value in typed.items():
+        group, _, inner = key.partition(".")
+        if inner:
+            place = values.setdefault(group, {})
+            *path, last = inner.split(".")
+            for part in path:
+                place = place.setdefault(part, {})
+            place[last] = value
+        elif key not in DEFAULTS:
+            values[key] = value
+    return from_dict(values)
+
+
+def cases(typed: dict[str, Any]) -> Iterator[RunConfig]:
+    """Yield every way to train that ``typed`` leaves open; a detached prompt owes its state no gradient."""
+    open_axes = {key: choices for key, choices in AXES.items() if key not in typed}
+    for chosen in itertools.product(*open_axes.values()):
+        keys = {**typed, **dict(zip(open_axes, chosen, strict=True))}
+        detached = keys["prompt_grad"] == "detached"
+        if detached and "state.gradient_dtype" in open_axes and keys["state.gradient_dtype"] != "float32":
+            continue
+        yield compose(keys)
+
+
+def row(config: RunConfig, with_context: bool) -> list[str]:
+    """Return the cells of one way to train."""
+    fitting = largest_context(config)
+    exact, state = config.prompt_grad == "exact", config.state
+    cells = [
+        config.prompt_grad,
+        config.adapter.name,
+        config.optimizer.name,
+        f"{state.dtype or config.model.dtype}{f' / {state.gradient_dtype}' if exact else ''}",
+        "host" if state.device == "cpu" else "GPU",
+        *_found(fitting),
+    ]
+    if with_context:
+        smallest = smallest_hardware(config, from_one=True)
+        cells.append("none" if smallest is None else ranks_text(smallest))
+    return cells
+
+
+def _found(fitting: Fitting | None) -> list[str]:
+    if fitting is None:
+        return ["none", "", "", ""]
+    said = fitting.prediction
+    kind, most = max(said.by_kind.items(), key=lambda part: part[1])
+    return [
+        f"{'' if fitting.context < LONGEST else '≥ '}{fitting.context:,}",
+        said.verb,
+        f"{kind} {most / said.peak:.0%}",
+        format_bytes(said.host),
+    ]
+
+
+def table(typed: dict[str, Any], configs: Sequence[RunConfig]) -> Table:
+    """Return the table of all ``configs``, which differ in what ``AXES`` names."""
+    first, with_context = configs[0], "context" in typed
+    hardware, limit = first.hardware, limit_bytes(first.hardware)
+    if limit is None:
+        raise ConfigError(f"hardware={hardware.name} has no memory_gb: give hardware.memory_gb=NUMBER")
+    title = f"{first.model.name} on {ranks_text(hardware)}, {format_bytes(limit)} a device: largest contexts, predicted"
+    made = Table(title=title)
+    heads = ["prompt_grad", "adapter", "optimizer", "state / gradient", "rows on"]
+    heads += ["largest context", "peak in", "holds most", "host memory"]
+    for head in [*heads, *([f"holds {format_count(first.context)}"] if with_context else [])]:
+        made.add_column(head, justify="right" if head in ("largest context", "host memory") else "left")
+    for config in configs:
+        made.add_row(*row(config, with_context))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table that the arguments ask for and return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+        return 0
+    try:
+        typed = parse(arguments)
+        configs = list(cases(typed))
+        if not is_predicted(configs[0]):
+            raise ConfigError(f"hardware={configs[0].hardware.name}: there are no formulas for several ranks on CPUs")
+        made = table(typed, configs)
+    except (ValueError, OSError) as error:
+        print(f"longstraw.plan: {error}", file=sys.stderr)
+        return 2
+    Console(width=None if sys.stdout.isatty() else 160).print(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
