@@ -2,12 +2,14 @@
 
 The device holds what the played rank would hold and computes what it would compute, the other ranks' part excepted:
 collectives allocate their results and send nothing. So what a step takes on many GPUs is measured on one, but for the
-time that communication takes.
+time that communication takes. Chunks and branches that repeat are stepped over (see ``stepped``), and the step's time
+is not told then, unless ``simulation.every`` is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from longstraw.observe import Progress, Watch
 from longstraw.parallel.apply import parallelize
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.shard import local_tensor
-from longstraw.played import PlayedTask, play_job, played_rank
+from longstraw.played import TIMES, PlayedTask, play_job, played_rank
 from longstraw.selfcheck import check_job
+from longstraw.stepped import Stepped
 from longstraw.trainer import Spread, build_trainer, model_facts
 
 
@@ -35,16 +38,19 @@ def emulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
     play_job(emulate, "emulate", config, run_dir, selfcheck=checked, **context)
 
 
-def emulate(config: RunConfig, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Yield the record of every step of the rank that ``config.simulation`` names."""
-    backend = config.hardware.backend
+def emulate(config: RunConfig, progress: Progress, watching: type[Watch] = Watch) -> Iterator[dict[str, Any]]:
+    """Yield the record of every step of the rank that ``config.simulation`` names; ``watching`` observes it."""
+    config = replace(config, measure_drift=False)
+    backend, every = config.hardware.backend, config.simulation.every
     with played_rank(config, backend) as mesh, MemoryMeter() as meter:
-        watch = Watch(meter, progress, backend=backend)
+        watch = watching(meter, progress, backend=backend)
         trainer = build_trainer(config, watch, task=PlayedTask(config), mesh=mesh, make_model=_model)
-        facts = model_facts(trainer)
+        facts = model_facts(trainer) | {"stepped_over": not every}
+        if not every:
+            trainer.model = Stepped(trainer.model, config, blocks=False)  # type: ignore[assignment]
         for step in range(config.steps):
             progress.step = step
-            yield {**facts, **trainer.step(step)}
+            yield {**facts, **trainer.step(step), **({} if every else dict.fromkeys(TIMES))}
 
 
 def _model(config: RunConfig, mesh: Mesh | None) -> Spread:

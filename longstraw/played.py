@@ -42,6 +42,7 @@ VALUES = (
     "loss_drift",
     "recompute_difference",
 )
+TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
 Play = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
 

@@ -16,8 +16,8 @@ LAYERS = [  # a module imports from its own layer or a lower one, never from a h
     {"layers"},
     {"models"},
     {"parallel"},
-    {"budget", "memory"},
-    {"step", "sample", "selfcheck"},
+    {"budget", "memory", "fit"},
+    {"step", "sample", "selfcheck", "stepped"},
     {"schema", "provenance", "place", "progress", "slurm", "stop", "lines"},
     {"record", "data", "checkpoint"},
     {"observe", "resume", "optimize", "together", "table"},
@@ -58,6 +58,9 @@ WITHOUT_TORCH = {
     "longstraw.config",
     "longstraw.hardware_config",
     "longstraw.model_config",
+    "longstraw.budget",
+    "longstraw.fit",
+    "longstraw.plan",
     "analysis",
 }
 
