@@ -137,14 +137,20 @@ class Pass:
 
     # Layers of a position by itself
 
-    def linear(self, name: str, inputs: int, outputs: int, saved: Saved | None) -> Held:
-        """A linear map, with its adapter in float32 where it has one; its input is the caller's."""
+    def linear(self, name: str, inputs: int, outputs: int, saved: Saved | None, *, last: bool = False) -> Held:
+        """A linear map, with its adapter in float32 where it has one; its input is the caller's.
+
+        Evaluated again, the ``last`` one of a block stops when its backward has all it needs.
+        """
         t, w, f = self.piece.t, self.w, self.f
         base = self.take(name, t * outputs * w)
         if not self.adapted(name):
             return base
         rank = self.layout.config.adapter.rank
         wide, low = self.take(name, t * inputs * f), self.take(name, t * rank * f)
+        if last and saved is not None:
+            saved.keep(name, wide, low)
+            return base
         high = self.take(name, t * outputs * f)
         scaled = self.take(name, t * outputs * f)
         self.drop(high)
@@ -182,6 +188,14 @@ class Pass:
         base = self.take(name, t * inputs * w)
         self.drop(narrow, base)
         return result
+
+    def begun(self, layer: int) -> int:
+        """Bytes of what a block's backward has made when it first needs what its forward had, which is then made again.
+
+        Of an adapted map at its end: its output's gradient, as it is and scaled.
+        """
+        ends = self.layout.has(f"model.layers.{layer}.mlp.down_proj.weight")
+        return self.piece.t * self.d * (self.w + self.f) if ends else 0
 
     def adapted(self, name: str) -> bool:
         return self.layout.has(f"{self.block}{name}.weight")
@@ -227,7 +241,7 @@ class Pass:
         product = self.take("product", size)
         if saved is None:
             self.drop(silu, up)
-        result = self.linear(f"{prefix}down_proj", inner, self.d, saved)
+        result = self.linear(f"{prefix}down_proj", inner, self.d, saved, last=True)
         if saved is not None:
             saved.keep(f"{prefix}silu", gate)
             saved.keep(f"{prefix}product", silu, up)

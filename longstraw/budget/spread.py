@@ -141,8 +141,9 @@ class Spread:
             ledger.drop(buffer)
             ahead = ledger.take("gathered", self._buffer(i - 1), "gathered")
             saved, number, only = Saved(), len(followed.updates), state_only and i == last
+            begun = ledger.take("begun", 0 if only else followed.begun(i))
             again = followed.forward(i, inputs[i], saved, state_only=only)
-            ledger.drop(*(held for held in again if held not in inputs[i]), *followed.updates[number:])
+            ledger.drop(begun, *(held for held in again if held not in inputs[i]), *followed.updates[number:])
             del followed.updates[number:]
             followed.backward(i, saved, state_only=only)
             own = ledger.take("gradient", followed.piece.t * followed.d * followed.w)
