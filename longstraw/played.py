@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longstraw.config import RunConfig, native_length_warning, to_dict
+from longstraw.fit import exceeded
 from longstraw.grpo import Group
 from longstraw.observe import Progress
 from longstraw.ops.counts import counts_stated
@@ -78,7 +79,8 @@ def play_job(
         for row in play(config, Progress(folder / "progress.json")):
             own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
             chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}
-            recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES)})
+            over = exceeded(config, row["peak_allocated_bytes"], row["peak_verb"], row["peak_bytes_by_kind"])
+            recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES), **over})
 
 
 class PlayedMesh(Mesh):
