@@ -89,7 +89,17 @@ class Disturber:
     def mirrored(self, num, attempt):
         """Wait until W&B has what the record has: what was given it a second ago."""
         run_dir = self.folder / f"{num}"
-        self.wait_for(f"W&B of job {num}", lambda: history(run_dir, attempt) == recorded(run_dir, attempt) != [], 60)
+        self.in_wandb(num, lambda: history(run_dir, attempt) == recorded(run_dir, attempt) != [])
+
+    def in_wandb(self, num, holds):
+        """Wait until something holds of W&B's files, which cannot be read when they are just being made."""
+
+        def readable():
+            with contextlib.suppress(ValueError):
+                return holds()
+            return False
+
+        self.wait_for(f"W&B of job {num}", readable, 90)
 
     def kill(self, *pids):
         for pid in pids:
@@ -189,7 +199,7 @@ def first_round(at, jobs):
 
     def ask_then_daemon():
         ranks = at.place(2, 0)
-        at.wait_for("W&B of job 2", lambda: any(run.config for run in fragments(at.folder / "2", 0)), 60)
+        at.in_wandb(2, lambda: any(run.config for run in fragments(at.folder / "2", 0)))
         at.call("scancel", "--signal=TERM", ranks[0]["SLURM_JOB_ID"])
         at.go_on(2, 0)
         ranks = at.place(2, 1)
