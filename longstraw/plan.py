@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -81,13 +82,18 @@ def compose(typed: dict[str, Any]) -> RunConfig:
 
 def cases(typed: dict[str, Any]) -> Iterator[RunConfig]:
     """Yield every way to train that ``typed`` leaves open; a detached prompt owes its state no gradient."""
-    open_axes = {key: choices for key, choices in AXES.items() if key not in typed}
-    for chosen in itertools.product(*open_axes.values()):
-        keys = {**typed, **dict(zip(open_axes, chosen, strict=True))}
-        detached = keys["prompt_grad"] == "detached"
-        if detached and "state.gradient_dtype" in open_axes and keys["state.gradient_dtype"] != "float32":
+    base = compose(typed)
+    choices = [axis if key not in typed else (typed[key],) for key, axis in AXES.items()]
+    for grad, adapter, optimizer, gradient_dtype, device in itertools.product(*choices):
+        if grad == "detached" and gradient_dtype == "bfloat16" and "state.gradient_dtype" not in typed:
             continue
-        yield compose(keys)
+        yield replace(
+            base,
+            prompt_grad=grad,
+            adapter=replace(base.adapter, name=adapter),
+            optimizer=replace(base.optimizer, name=optimizer),
+            state=replace(base.state, gradient_dtype=gradient_dtype, device=device),
+        )
 
 
 def row(config: RunConfig, with_context: bool) -> list[str]:

@@ -245,8 +245,9 @@ class Activations:
     def forward(self, count: int, past: int, updates: int) -> int:
         """Return the most that one pass without a graph holds, beside ``updates`` bytes of what layers add."""
         residual = 2 * self.d * self.w
-        conv = residual + self.channels * (2 * self.w + self.f + (self.w if self.cast else 0))
-        delta = residual + (self.channels + self.values) * self.w + self.value_heads * (self.f + self.w)
+        gates = 2 * self.value_heads * self.w  # beta and the step, before what is made of them
+        conv = residual + gates + self.channels * (2 * self.w + self.f + (self.w if self.cast else 0))
+        delta = residual + gates + (self.channels + self.values) * self.w + self.value_heads * (self.f + self.w)
         norm = residual + self.values * (2 * self.w + 2 * self.cast + 3 * self.f)
         mlp = 5 * self.d * self.w + 3 * self.inner_width * self.w
         attention = residual + self.queries * (3 * self.w + 3 * self.f) + 2 * self.keys * (self.w + self.cast)

@@ -1,0 +1,61 @@
+"""A run that cannot fit: not started, but a row in the table; a simulated one that does not fit has its numbers."""
+
+from longstraw import launch
+from longstraw.config import from_dict, option
+from longstraw.schema import check
+from longstraw.simulate import simulate_job
+from longstraw.table import last_row, read_json, table
+
+
+def config(memory_gb, mode="run"):
+    hardware = {"name": "small", "backend": "cpu", "memory_gb": memory_gb}
+    model = option("model", "qwen3_6_tiny") | {"num_hidden_layers": 2}
+    keys = {"context": 192, "response_length": 64, "chunk": 64, "mode": mode, "tracking": {"mode": "disabled"}}
+    return from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, **keys})
+
+
+def prepared(folder, *configs):
+    drafts = [launch.Draft(num, [f"seed={num}"], folder / str(num), c) for num, c in enumerate(configs)]
+    return launch.prepare(drafts, command="longstraw", sweep=None)
+
+
+def test_a_run_that_cannot_fit_is_a_row_and_no_job(tmp_path, capsys):
+    (job,) = prepared(tmp_path, config(0.0005))
+    assert launch.launch([job], tmp_path, alone=True) == 1
+    row = last_row(job.run_dir)
+    check(row)
+    assert (row["status"], row["mode"], row["step"], row["peak_allocated_bytes"]) == ("too_large", "run", None, None)
+    assert row["predicted_peak_bytes"] > 500_000 * 1.016
+    assert sum(row["predicted_bytes_by_kind"].values()) == row["predicted_peak_bytes"]
+    assert read_json(job.run_dir / "result.json")["status"] == "too_large"
+    assert not (job.run_dir / "process.json").exists()
+    said = capsys.readouterr().out
+    assert "too_large: a rank holds" in said
+    assert "hardware.memory_gb=0.0005 leaves 500.0 kB" in said
+
+
+def test_the_other_jobs_of_a_sweep_run(tmp_path, monkeypatch):
+    jobs = prepared(tmp_path, config(0.0005), config(1.0), config(None))
+    begun = []
+
+    def run_queue(started, handles):
+        begun.extend(started)
+        for job in started:
+            launch.leave_word(job.run_dir, "ok", "", 0)
+        return 0
+
+    monkeypatch.setattr(launch, "run_queue", run_queue)
+    assert launch.launch(jobs, tmp_path, alone=False) == 1  # not all of them succeeded
+    assert [job.num for job in begun] == [1, 2]
+    assert [last_row(job.run_dir)["status"] for job in jobs] == ["too_large", "ok", "ok"]
+    assert len([line for line in table([job.run_dir for job in jobs]).splitlines() if "qwen3_6_tiny" in line]) == 3
+
+
+def test_a_simulated_job_has_its_numbers_all_the_same(tmp_path):
+    (job,) = prepared(tmp_path, config(0.0005, mode="simulate"))
+    simulate_job(job.config, job.run_dir, run_id="r")
+    row = last_row(job.run_dir)
+    assert row["status"] == "too_large"
+    assert row["peak_allocated_bytes"] > 500_000
+    assert "(counted, in " in row["error"]
+    assert launch.refuse([job]) == [job]  # what is simulated takes no memory

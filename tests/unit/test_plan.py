@@ -1,0 +1,71 @@
+"""The table of what fits where, and what its command line refuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from longstraw import plan
+
+
+def test_every_way_to_train_has_a_row():
+    configs = list(plan.cases({}))
+    assert len(configs) == 24
+    rows = {(c.prompt_grad, c.adapter.name, c.optimizer.name, c.state.gradient_dtype, c.state.device) for c in configs}
+    assert len(rows) == 24
+    assert all(c.steps == 2 and c.hardware.name == "h20x8" for c in configs)  # AdamW has its state
+    assert not any(c.prompt_grad == "detached" and c.state.gradient_dtype == "bfloat16" for c in configs)
+
+
+def test_a_given_key_holds_in_every_row():
+    typed = plan.parse(
+        ["prompt_grad=exact", "adapter=lora", "model.num_hidden_layers=8", "context=1Mi", "state.device=null"]
+    )
+    configs = list(plan.cases(typed))
+    assert {(c.prompt_grad, c.adapter.name, c.model.num_hidden_layers, c.context) for c in configs} == {
+        ("exact", "lora", 8, 2**20)
+    }
+    assert len(configs) == 4
+
+
+def test_the_table_names_contexts_and_the_smallest_hardware(capsys):
+    assert plan.main(["adapter=lora", "optimizer=adamw", "state.device=null", "context=4456448"]) == 0
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if "lora" in line]
+    assert [line.split("│")[1].strip() for line in lines] == ["detached", "exact", "exact"]
+    assert [line.split("│")[-2].strip() for line in lines] == ["1 x 4 H20", "2 x 8 H20", "1 x 8 H20"]
+    assert "99.600 GB a device" in said
+    contexts = [int(line.split("│")[6].replace(",", "")) for line in lines]
+    assert contexts[1] < 4456448 < contexts[2] < contexts[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("promt_grad=exact", "did you mean prompt_grad"),
+        ("hardware=h20", "did you mean h20x8"),
+        ("context=two", "not a count"),
+        ("context", "write key=value"),
+        ("mode=run", "a plan is of no mode"),
+        ("hardware=cpu", "give hardware.memory_gb=NUMBER"),
+        ("prompt_grad=both", "detached, exact"),
+    ],
+)
+def test_a_mistake_is_one_line(argument, said, capsys):
+    assert plan.main([argument]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_help_is_the_page(capsys):
+    assert plan.main(["--help"]) == 0
+    assert "largest context" in capsys.readouterr().out
+
+
+def test_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; from longstraw import plan; "
+        "sys.exit(plan.main(['prompt_grad=detached', 'adapter=lora', 'optimizer=adamw']))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
