@@ -18,7 +18,7 @@ from longstraw.budget.parameters import FROZEN, adapted, gradient_item, paramete
 from longstraw.budget.ranks import Layout
 from longstraw.budget.sizes import Lengths
 from longstraw.budget.spread import Spread
-from longstraw.budget.standing import Standing, clipping_bytes, lengths_of, standing
+from longstraw.budget.standing import Standing, clipping_bytes, lengths_of, standing_of
 from longstraw.config import RunConfig
 from longstraw.model_config import Glm52Config, Qwen36Config
 from longstraw.parallel.sizes import rank_sizes
@@ -78,7 +78,7 @@ def predict(
     sizes = rank_sizes(config.model, config.hardware)
     lengths = lengths_of(config, prompt_positions, response_positions, group_size or config.group_size, sizes.cp)
     layout = layout_of(config) if layout is None else layout
-    stands = standing(config, lengths, layout)
+    stands = standing_of(config, lengths, layout)
     verbs = Single(config, lengths) if layout is None else Spread(layout, lengths)
     held = config.steps > 1 if optimizer_held is None else optimizer_held
     moments = _moments(config, lengths, stands, verbs, held, prefilled)

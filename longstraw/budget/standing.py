@@ -41,7 +41,7 @@ class Standing:
         return kinds | {"snapshots": snapshots * self.carried} | more
 
 
-def standing(config: RunConfig, lengths: Lengths, layout: Layout | None) -> Standing:
+def standing_of(config: RunConfig, lengths: Lengths, layout: Layout | None) -> Standing:
     """Return what one rank holds; ``layout`` is that of a model spread over ranks, None: one process has it all."""
     if layout is None:
         trained, frozen = trained_shapes(config)
