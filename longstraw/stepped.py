@@ -33,7 +33,7 @@ class Stepped:
         starts = range(0, config.prompt_positions - 1, config.chunk)
         self._model = model
         self._chunks = {*starts[:2], *starts[-2:]}
-        self._branches = {0, 1, config.group_size - 1}
+        self._size, self._branches = config.group_size, {0, 1, config.group_size - 1}
         self._verb, self._branch = "", itertools.count()
         self._seen: set[str] = set()
         self._carried: list[bool] = []
@@ -70,13 +70,14 @@ class Stepped:
         return result
 
     def _is_evaluated(self, start: int, state_only: bool) -> bool:
-        return start in self._chunks if state_only else next(self._branch) in self._branches
+        # several steps on one prompt follow each other without a chunk between their branches
+        return start in self._chunks if state_only else next(self._branch) % self._size in self._branches
 
     def _update(self, layer: int, past: Past, count: int) -> Tensors:
         """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
         rows = self._rows[layer].items()
         if self._carried[layer]:
-            return {name: past[name].clone() for name, _ in rows}
+            return {name: _StandIn.apply(past[name]) for name, _ in rows}
         return {name: self._new(dtype, count, *shape) for name, (shape, dtype) in rows}
 
     def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -102,11 +103,12 @@ class _Block:
             if isinstance(result[2], Tensor) and result[2] is not handed:
                 self._hands = partial(_new, tuple(result[2].shape), result[2].dtype, result[2].device)
             return result
-        return _StandIn.apply(x), self.update(past, len(x)), self._hands(handed)
+        update = {name: _Owing.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
+        return _StandIn.apply(x), update, self._hands(handed)
 
 
 class _StandIn(torch.autograd.Function):
-    """[t, d] -> [t, d], as much as a block makes; its input is kept, as a checkpoint keeps a block's."""
+    """As much as its input, and as much of gradient on the way back; the input is kept, as a checkpoint keeps one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -119,6 +121,19 @@ class _StandIn(torch.autograd.Function):
         return torch.empty_like(grad)
 
 
+class _Owing(torch.autograd.Function):
+    """Rows that are made of ``x``, so that what they are owed is carried as far as their block."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.summary = rows.requires_grad
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        return None, grad if ctx.summary else None
+
+
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, handed: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -128,18 +143,12 @@ def _signature(block: Block) -> tuple[Any, ...]:
 
 
 def _ends(kinds: Sequence[Any]) -> set[int]:
-    """Return the first and the last blocks, as many as show every kind between every two neighbours that it has."""
-
-    def run(order: Sequence[int]) -> set[int]:
-        seen: set[Any] = set()
-        wanted = {_neighbours(kinds, i) for i in order}
-        for place, i in enumerate(order):
-            seen.add(_neighbours(kinds, i))
-            if len(seen) >= len(wanted) - 2:  # the other end's own
-                return {*order[: place + 2]}
-        return set(order)
-
-    return run(range(len(kinds))) | run(range(len(kinds))[::-1])
+    """Return the first and the last block of each kind between each two neighbours, and those neighbours."""
+    places: dict[Any, list[int]] = {}
+    for i in range(len(kinds)):
+        places.setdefault(_neighbours(kinds, i), []).append(i)
+    ends = {end for found in places.values() for end in (found[0], found[-1])}
+    return {i for end in ends for i in (end - 1, end, end + 1) if 0 <= i < len(kinds)}
 
 
 def _neighbours(kinds: Sequence[Any], i: int) -> tuple[Any, ...]:
