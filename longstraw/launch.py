@@ -114,7 +114,7 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     """
     for place in dict.fromkeys(job.place for job in jobs):
         count = sum(job.place == place for job in jobs)
-        jobs_text = "" if alone else f"{count} job{'s' * (count > 1)} "
+        jobs_text = "" if alone else f"{count} job{'s' * (count > 1)}: "
         print(f"longstraw: mode={place.mode}: {jobs_text}{place.why}; records go to {_shown(folder)}", flush=True)
     starting = refuse(jobs)
     here = [job for job in starting if job.place.where == "here"]

@@ -260,7 +260,7 @@ def native_length_warning(config: ModelConfig, context: int) -> str | None:
     factor = math.ceil(context / config.max_position_embeddings)
     made = "native length" if config.rope_scaling.factor == 1 else f"length with {config.rope_label}"
     return (
-        f"context={context} is past {config.name}'s {made}, {longest} positions: memory and speed are as measured, "
+        f"context={context} is past {config.name}'s {made}, {longest} positions: bytes and seconds hold all the same, "
         f"but what the model makes of the rest is extrapolation; model.rope_scaling.factor={factor} would cover it"
     )
 

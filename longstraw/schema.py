@@ -161,8 +161,8 @@ def complete(row: dict[str, Any]) -> dict[str, Any]:
     """
     full = {name: plain(row.get(name)) for name in KEYS}
     full["schema"] = SCHEMA
-    if full["status"] == "ok" and full["evidence"] is None:
-        full["evidence"] = "finished"
+    if full["status"] == "ok" and full["evidence"] is None and full["mode"] not in ("simulate", "emulate"):
+        full["evidence"] = "finished"  # what one process played proves no rung
     return full
 
 

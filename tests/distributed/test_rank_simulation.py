@@ -53,7 +53,7 @@ def assert_alike(counted, said):
     assert not far
 
 
-@pytest.mark.parametrize("model", ["qwen3_6_tiny", "glm_5_2_tiny"])
+@pytest.mark.parametrize("model", ["qwen3_6_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long)])
 def test_one_rank_holds_what_is_simulated(model):
     config = job(model)
     assert_alike(count(config), simulated(config))
@@ -62,8 +62,13 @@ def test_one_rank_holds_what_is_simulated(model):
 @pytest.mark.parametrize(
     ("model", "world", "changes"),
     [
-        ("qwen3_6_tiny", 2, {"adapter": {"name": "lora", "rank": 4}, "state": {"device": "cpu"}}),
-        ("glm_5_2_tiny", 4, {}),
+        pytest.param(
+            *("qwen3_6_tiny", 2, {"adapter": {"name": "lora", "rank": 4}, "state": {"device": "cpu"}}),
+            marks=pytest.mark.long,
+        ),
+        ("glm_5_2_tiny", 2, {}),
+        pytest.param("glm_5_2_tiny", 4, {}, marks=pytest.mark.long),
+        pytest.param("qwen3_6_tiny", 4, {"dp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_every_rank_holds_what_is_simulated(ranks, model, world, changes):
@@ -80,13 +85,20 @@ def test_the_comparison_sees_what_is_left_out():
         assert_alike(count(config), simulated(replace(config, context=config.context + 64)))
 
 
-@pytest.mark.parametrize("model", ["qwen3_6_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long)])
-def test_what_is_stepped_over_decides_no_peak(model):
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [
+        ("qwen3_6_tiny", 1),
+        pytest.param("qwen3_6_tiny", 4, marks=pytest.mark.long),
+        pytest.param("glm_5_2_tiny", 4, marks=pytest.mark.long),
+    ],
+)
+def test_what_is_stepped_over_decides_no_peak(model, gpus):
     deep = {"qwen3_6_tiny": {"num_hidden_layers": 10}, "glm_5_2_tiny": {"num_hidden_layers": 13, "index_topk_freq": 2}}
     cut = {**(CUT if model == "qwen3_6_tiny" else CUT_GLM), **deep[model]}
     values = to_dict(job(model)) | {
         "model": to_dict(load_model_config(model, dtype="bfloat16", **cut)),
-        "hardware": to_dict(HardwareConfig(name="gpus", gpus_per_node=4)),
+        "hardware": to_dict(HardwareConfig(name="gpus", gpus_per_node=gpus)),
         "context": 64 * 4 + 31 + 8,
         "group_size": 4,
     }
