@@ -134,7 +134,7 @@ def bodies(monkeypatch):
     return enter
 
 
-@pytest.mark.parametrize(("measure", "case"), CASES, ids=str)
+@pytest.mark.parametrize(("measure", "case"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))  # no addresses
 def test_fake_versions_count_what_is_allocated(measure, case, bodies):
     with FakeTensorMode():
         counted = measure(*case)
