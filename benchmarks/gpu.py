@@ -3,7 +3,7 @@
     python -m benchmarks.gpu [model=qwen3_6_27b] [ranks=8] [context=2Mi] [prompt_grad=detached] [device=cuda]
         [minutes=8] [out=FILE.json]
 
-1. The kernels of both models against their references (``longstraw.selfcheck``); a wrong one ends the script.
+1. The model's kernels against their references (``longstraw.selfcheck``); a wrong one ends the script.
 2. Copy bandwidth and matmul rate of this device, then each operation at the model's own widths: time, and the time that
    its bytes or its multiply-adds take at those two rates, whichever is longer: its floor.
 3. One rank of ``ranks`` at ``context`` positions (``mode=emulate``): real rows, real weights of that rank, collectives
@@ -45,6 +45,7 @@ from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
+from longstraw.parallel.sizes import rank_sizes
 from longstraw.selfcheck import check_ops
 from longstraw.simulate import simulate
 from longstraw.units import format_bytes, parse_count
@@ -216,11 +217,17 @@ class Bench:
 
 
 class PieceClock(Watch):
-    """Notes the seconds of each chunk and branch that is evaluated, by verb, with the positions done before it."""
+    """Notes the seconds of each chunk and branch, by verb, with the positions done before it and its own.
+
+    The last one that was made is ``latest``: who emulates makes it.
+    """
+
+    latest: PieceClock | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self.pieces: dict[str, list[tuple[int, int, float]]] = {}
+        PieceClock.latest = self
 
     @contextmanager
     def verb(self, name: str, positions: int) -> Iterator[None]:
@@ -229,7 +236,7 @@ class PieceClock(Watch):
         self._begun = self._now()
         with super().verb(name, positions):
             yield
-        CLOCKS[name] = self.pieces[name]
+        self.pieces[name] = self.pieces[name] or [(0, 0, self._now() - self._begun)]  # the optimizer's step is one
 
     def advance(self, positions: int) -> None:
         super().advance(positions)
@@ -242,17 +249,17 @@ class PieceClock(Watch):
         return time.perf_counter()
 
 
-CLOCKS: dict[str, list[tuple[int, int, float]]] = {}
-
-
 def interpolated(pieces: Sequence[tuple[int, int, float]]) -> float:
-    """Return the seconds of all pieces from those that were evaluated: the second and the last full one."""
-    full = max(count for _, count, _ in pieces)
-    own = [(start, seconds) for start, count, seconds in pieces if count == full]
-    if len(own) < 4:
+    """Return the seconds of all pieces, in either order, from those that were evaluated: the first and last two.
+
+    The line goes through the full ones that are furthest apart, without the very first, which warms up.
+    """
+    if len(pieces) < 5:
         return sum(seconds for *_, seconds in pieces)
-    (first, low), (last, high) = own[1], own[-1]
-    slope = (high - low) / max(last - first, 1)
+    full = max(count for _, count, _ in pieces)
+    evaluated = [pieces[i] for i in (1, len(pieces) - 2, len(pieces) - 1) if pieces[i][1] == full]
+    (first, _, low), (last, _, high) = evaluated[0], evaluated[-1]
+    slope = (high - low) / ((last - first) or 1)
     return sum((low + slope * (start - first)) * count / full for start, count, _ in pieces)
 
 
@@ -276,10 +283,11 @@ def emulated(settings: Settings) -> dict[str, Any]:
         prompt_grad=settings.prompt_grad,
         mode="emulate",
     )
-    CLOCKS.clear()
+    rank_sizes(config.model, config.hardware)  # refused before anything is made
     (row,) = emulate(config, Progress(None), PieceClock)
     (said,) = simulate(config)
-    seconds = {verb: interpolated(pieces) for verb, pieces in CLOCKS.items() if pieces}
+    assert PieceClock.latest is not None
+    seconds = {verb: interpolated(pieces) for verb, pieces in PieceClock.latest.pieces.items()}
     return {
         "peak_allocated_bytes": row["peak_allocated_bytes"],
         "simulated_bytes": said["peak_allocated_bytes"],

@@ -48,6 +48,8 @@ def emulate(config: RunConfig, progress: Progress, watching: type[Watch] = Watch
         facts = model_facts(trainer) | {"stepped_over": not every}
         if not every:
             trainer.model = Stepped(trainer.model, config, blocks=False)  # type: ignore[assignment]
+            if trainer.reference is not None:
+                trainer.reference = Stepped(trainer.reference, config, blocks=False)  # type: ignore[assignment]
         for step in range(config.steps):
             progress.step = step
             yield {**facts, **trainer.step(step), **({} if every else dict.fromkeys(TIMES))}

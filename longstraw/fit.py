@@ -64,7 +64,8 @@ def explain(config: RunConfig, how: str, peak: int, verb: str, by_kind: dict[str
     if not is_predicted(config):
         return text
     longest, larger = largest_context(config), smallest_hardware(config)
-    would = [] if longest is None else [f"context={longest.context}"]
+    shorter = longest is not None and longest.context < config.context  # a count may exceed its prediction
+    would = [f"context={longest.context}"] if longest is not None and shorter else []
     would += [] if larger is None else [f"hardware.nodes={larger.nodes} ({ranks_text(larger)})"]
     return f"{text}; {'would fit: ' + ' or '.join(would) if would else 'no context and no number of nodes would fit'}"
 
@@ -76,9 +77,16 @@ def ranks_text(hardware: HardwareConfig) -> str:
 
 
 def predicted(config: RunConfig, context: int | None = None, layout: Layout | None = None) -> Prediction:
-    """Return what the largest step of a run holds, at another ``context`` if one is given."""
+    """Return what the largest step of a run holds, at another ``context`` if one is given.
+
+    Where the drift of a shared prompt is measured, a freshly evaluated one stands beside it for that time.
+    """
     prompt = (context or config.context) - config.response_length
-    return predict(config, prompt_positions=prompt, response_positions=config.response_length, layout=layout)
+    said = predict(config, prompt_positions=prompt, response_positions=config.response_length, layout=layout)
+    if config.refresh_every == 1 or not config.measure_drift:
+        return said
+    more = said.by_kind["retained"]
+    return replace(said, peak=said.peak + more, verb="drift", by_kind=said.by_kind | {"retained": 2 * more})
 
 
 def largest_context(config: RunConfig) -> Fitting | None:
@@ -93,13 +101,15 @@ def largest_context(config: RunConfig) -> Fitting | None:
         prediction = predicted(config, context, layout)
         return Fitting(context, prediction, _load(config.hardware, prediction))
 
-    low, high = at(least + STEP), at(2 * least)
+    low = at(least + STEP)
+    high = at(max(2 * least, low.context + STEP))
     if low.load > 1:
         return None
     while high.load <= 1:
         if high.context >= LONGEST:
             return high
-        low, high = high, at(min(_crossing(low, high) * 33 // 32, 8 * high.context, LONGEST))
+        beyond = max(_crossing(low, high) * 33 // 32, high.context + STEP)
+        low, high = high, at(min(beyond, 8 * high.context, LONGEST))
     while (span := high.context - low.context) > max(STEP, low.context // 1000):
         margin = max(span // 64, STEP)
         middle = at(min(max(_crossing(low, high), low.context + margin), high.context - 1))

@@ -104,12 +104,12 @@ class Group:
         What a rollout under ``torch.inference_mode`` made is copied: autograd cannot keep it.
         """
 
-        def taken(values: Tensor) -> Tensor:
-            values = values.to("cpu")
+        def taken(values: Tensor, place: torch.device | str = "cpu") -> Tensor:
+            values = values.to(place)
             return values.clone() if values.is_inference() else values
 
         moved = copy.copy(self)  # no second validation: it would read values back from the device
-        moved.prompt = taken(self.prompt).to(device)
+        moved.prompt = taken(self.prompt, device)
         moved.responses = [taken(response) for response in self.responses]
         for name in ("old_logprobs", "loss_masks"):
             values = getattr(self, name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
 
-from longstraw.model_config import at_least, choose
+from longstraw.model_config import ConfigError, at_least, choose
 
 
 @dataclass
@@ -22,7 +23,7 @@ class HardwareConfig:
     dp: int = 1  # groups of ranks that each take a prompt of their own; the ranks of one share its positions
     ep: int | None = None  # ranks that the experts are shared out over; None: as many as divide both
     gpu: str | None = None  # the name in --gres=gpu:NAME:COUNT
-    memory_gb: float | None = None  # of one device, 10^9 bytes; None: what the machine has
+    memory_gb: float | None = None  # of one device, 10^9 bytes; None: not known, and nothing is refused
     reserve_gb: float = 0.0  # of it, kept for the CUDA context and communication buffers
     cpus_per_task: int | None = None
     host_memory_gb: float | None = None
@@ -43,6 +44,12 @@ class HardwareConfig:
         choose("hardware.backend", self.backend, ("cpu", "cuda"))
         for key in ("nodes", "ranks", "dp", "ep", "time_min", "timeout_s", "warn_s", "cpus_per_task"):
             at_least(f"hardware.{key}", getattr(self, key), 1)
+        memory = self.memory_gb
+        if memory is not None and not 0 <= self.reserve_gb < memory < math.inf:  # false for NaN too
+            raise ConfigError(
+                f"hardware.memory_gb={memory:g} with hardware.reserve_gb={self.reserve_gb:g}: the memory must be "
+                "finite and more than what is kept of it"
+            )
 
     @property
     def world_size(self) -> int:
@@ -61,7 +68,7 @@ class SimulationConfig:
 
     rank: int = 0  # the one rank that is played
     imbalance: float = 1.0  # tokens that come to its experts, over an even share
-    every: bool = False  # evaluate every chunk and branch, not only those that decide the peak
+    every: bool = False  # evaluate every chunk, branch and block, not only those that decide the peak
 
     def __post_init__(self) -> None:
         at_least("simulation.rank", self.rank, 0)

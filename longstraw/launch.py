@@ -122,10 +122,13 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     handles = submit_slurm([job for job in starting if job.place.where == "slurm"], folder)
     write_manifest(jobs, folder, handles)
     if detach:
+        if not starting:
+            print(table([job.run_dir for job in jobs]))
+            return 1
         if here:
             _start_detached(folder)
         print("longstraw: started; this command does not wait (launch.detach=true)")
-        return 0
+        return int(len(starting) < len(jobs))
     in_process = alone and bool(here) and here[0].config.processes.world_size == started().world_size
     if started().world_size > 1:
         from longstraw.parallel.ranks import offer_job

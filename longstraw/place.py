@@ -26,7 +26,7 @@ class Place:
 
 
 def resolve(config: RunConfig) -> Place:
-    """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing or comes later."""
+    """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing."""
     place = find(config.hardware)
     if config.mode in ("simulate", "emulate") or (config.mode == "auto" and place.where == "nowhere"):
         return _played(config, place)

@@ -81,6 +81,8 @@ def play_job(
             chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}
             over = exceeded(config, row["peak_allocated_bytes"], row["peak_verb"], row["peak_bytes_by_kind"])
             recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES), **over})
+            if over:  # a later step that holds less must not be the job's last word
+                break
 
 
 class PlayedMesh(Mesh):

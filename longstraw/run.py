@@ -32,7 +32,8 @@ KEYS = """\
   refresh_every=1           optimizer steps that share one retained prompt
   steps=1 seed=0            optimizer steps, seed
   claim=NAME                a name under which the analysis groups records
-  mode=auto                 run, or auto: run where the hardware is
+  mode=auto                 run, simulate (no hardware), emulate (one GPU plays one rank of many), or auto: run
+                            where the hardware is, else simulate
 """
 HELP = """\
 LongStraw: GRPO steps on prompts of a million tokens and more.

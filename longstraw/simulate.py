@@ -41,8 +41,8 @@ def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None
 def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
     """Yield the records of the steps that hold most: one on a fresh prompt and, where prompts are reused, one more.
 
-    ``config.simulation`` says which rank is simulated, how unevenly experts are chosen, and whether all chunks and
-    branches are evaluated.
+    ``config.simulation`` says which rank is simulated, how unevenly experts are chosen, and whether all chunks,
+    branches and blocks are evaluated. What measuring the drift of a shared prompt holds beside a step is not counted.
     """
     config = replace(config, measure_drift=False)
     every = config.simulation.every
@@ -54,6 +54,8 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
         facts = model_facts(trainer)
         if not every:
             trainer.model = Stepped(trainer.model, config)  # type: ignore[assignment]
+            if trainer.reference is not None:
+                trainer.reference = Stepped(trainer.reference, config)  # type: ignore[assignment]
         gc.collect()
         for step in _steps(trainer):
             watch.progress.step = step
@@ -67,7 +69,7 @@ def _steps(trainer: Trainer) -> list[int]:
     trainer.optimizer.make_state()  # at first DTensor works out shapes, on tensors of their own that are no memory
     if not fresh:
         trainer.optimizer.drop_state()
-    return [fresh] if every == 1 or steps == 1 else [fresh, fresh + 1]
+    return [fresh] if every == 1 or fresh + 1 >= steps else [fresh, fresh + 1]
 
 
 class _Watch(Watch):

@@ -90,7 +90,7 @@ class _Block:
     def __init__(self, block: Block, at_end: bool):
         self._block, self._at_end = block, at_end
         self._trained = any(p.requires_grad for p in block.parameters())
-        self._hands: Callable[[Any], Any] = lambda handed: handed
+        self._hands: Callable[[Any, int], Any] = lambda handed, count: handed
         self.update: Callable[[Past, int], Tensors] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -101,10 +101,10 @@ class _Block:
         if self._at_end or self.update is None or begins:
             result = self._block(x, past, handed, state_only)
             if isinstance(result[2], Tensor) and result[2] is not handed:
-                self._hands = partial(_new, tuple(result[2].shape), result[2].dtype, result[2].device)
+                self._hands = partial(_new, tuple(result[2].shape[1:]), result[2].dtype, result[2].device)
             return result
         update = {name: _Owing.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
-        return _StandIn.apply(x), update, self._hands(handed)
+        return _StandIn.apply(x), update, self._hands(handed, past.chunk.count if past.chunk is not None else len(x))
 
 
 class _StandIn(torch.autograd.Function):
@@ -134,8 +134,8 @@ class _Owing(torch.autograd.Function):
         return None, grad if ctx.summary else None
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, handed: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+def _new(row: tuple[int, ...], dtype: torch.dtype, device: torch.device, handed: Any, count: int) -> Tensor:
+    return torch.empty(count, *row, dtype=dtype, device=device)
 
 
 def _signature(block: Block) -> tuple[Any, ...]:

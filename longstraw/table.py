@@ -104,7 +104,8 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
 def _status(row: dict[str, Any]) -> str:
     """Return how a job ended; what was simulated is never called ok, which says that it ran."""
     status = str(row.get("status", "not run"))
-    return "simulated" if status == "ok" and row.get("mode") == "simulate" else status
+    played = {"simulate": "simulated", "emulate": "emulated"}
+    return played.get(str(row.get("mode")), status) if status == "ok" else status
 
 
 def aligned(rows: Sequence[dict[str, str]], columns: Sequence[str], left: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ def predict(
     prefilled: bool = True,
     layout: Layout | None = None,
 ) -> Prediction:
-    """Return the bytes that one step of ``config`` holds on the rank that holds most; see ``is_predicted``.
+    """Return the bytes that one step of ``config`` holds on rank 0; see ``is_predicted``.
 
     ``prompt_positions`` include the last prompt token, which is replayed; ``response_positions`` are those of the
     longest response. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the

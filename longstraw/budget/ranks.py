@@ -1,7 +1,8 @@
 """What one rank holds of a model that is spread over ranks, and what it gathers, in bytes from the configuration alone.
 
 Blocks are cut by rows over all ranks, padded to the longest piece, and gathered one at a time; of the vocabulary and
-the experts a rank has rows of its own. Rank 0 is described, which has the longest piece of everything.
+the experts a rank has rows of its own. Rank 0 is described: its pieces of
+parameters are the longest; of positions that do not divide by the ranks others have one more.
 """
 
 from __future__ import annotations

@@ -81,3 +81,32 @@ def test_the_smallest_hardware():
     assert fit.smallest_hardware(configured(prompt_grad="exact", context=2**24)) is None  # sixteen ranks at most
     with pytest.raises(ConfigError, match="memory_gb"):
         fit.largest_context(configured(hardware=option("hardware", "cuda")))
+
+
+@pytest.mark.parametrize("response", [1, 16, 31, 63])
+def test_a_short_response_has_a_largest_context_too(response):
+    config = configured(response_length=response, context=64 + response)
+    found = fit.largest_context(config)
+    assert peak(config, found.context) <= 99_600_000_000 < peak(config, found.context * 1002 // 1000)
+
+
+def test_a_fresh_prompt_beside_the_shared_one_is_counted_where_drift_is_measured():
+    shared = configured(context=2**23, steps=8, refresh_every=8, measure_drift=False)
+    assert fit.too_large(shared) is None
+    measured = configured(context=2**23, steps=8, refresh_every=8)
+    assert "in drift: retained" in fit.too_large(measured)
+    retained = fit.predicted(shared).by_kind["retained"]
+    assert fit.predicted(measured).peak == fit.predicted(shared).peak + retained
+
+
+def test_what_would_fit_is_less_than_what_did_not():
+    config = configured(context=10_854_400)
+    text = fit.exceeded(config, 99_700_000_000, "replay", {"retained": 90_000_000_000})["error"]
+    assert "context=" not in text.partition("would fit:")[2]
+    assert "hardware.nodes=2" in text
+
+
+@pytest.mark.parametrize("changes", [{"memory_gb": float("inf")}, {"memory_gb": -5}, {"reserve_gb": 200}])
+def test_memory_that_is_no_number_of_a_card_is_refused(changes):
+    with pytest.raises(ConfigError, match="hardware.memory_gb="):
+        configured(hardware={**H20, **changes})

@@ -30,8 +30,13 @@ def test_the_time_of_all_chunks_follows_from_those_at_the_ends():
     assert sum(seconds for *_, seconds in some) < 0.6 * whole  # a control: what was evaluated alone is far less
 
 
+def test_chunks_may_come_from_last_to_first():
+    some, whole = pieces({0, 1, 7, 8})
+    assert interpolated(some[::-1]) == pytest.approx(whole, rel=1e-9)
+
+
 def test_branches_that_were_stood_in_for_count_as_the_second():
-    assert interpolated([(0, 20, 9.0), (20, 20, 5.0), (40, 20, 0.0), (60, 20, 5.0)]) == pytest.approx(20.0)
+    assert interpolated([(0, 20, 9.0), (20, 20, 5.0), *((i, 20, 0.0) for i in (40, 60, 80)), (100, 20, 5.0)]) == 30.0
 
 
 def test_few_pieces_are_added():
