@@ -277,7 +277,10 @@ def wait(folder, pids):
             if done:
                 codes[name][rank] = os.waitstatus_to_exitcode(status)
                 waiting.remove((name, rank))
-            elif time.monotonic() > min(fell.get(name, begun + 240) + CASES[name][4], begun + 300):
+            # who waits for one that never comes begins to wait after the folder is there
+            elif time.monotonic() > min(
+                fell.get(name, begun + 240) + CASES[name][4] * (5 if absent else 1), begun + 300
+            ):
                 os.kill(pids[name][rank], signal.SIGKILL)
                 os.waitpid(pids[name][rank], 0)
                 waiting.remove((name, rank))

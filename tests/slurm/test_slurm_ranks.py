@@ -26,7 +26,7 @@ from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.schema import flatten, numbers, records_path
 from longstraw.table import read_json, read_lines, read_steps
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -44,11 +44,11 @@ PLACES = {
         1: {"rank": 0, "step": 1, "at": "replay 1"},
     },
 }
-SECONDS = 150  # that a place may be away
+SECONDS = 300  # that a place may be away
 
 
 def job(num, **hardware):
-    site = {"name": "site", "backend": "cpu", "partition": "h20", "time_min": 15, "timeout_s": 90, "setup": SETUP}
+    site = {"name": "site", "backend": "cpu", "partition": "h20", "time_min": 15, "timeout_s": 150, "setup": SETUP}
     values = {
         "model": to_dict(load_model_config("qwen3_6_tiny", **SMALL)),
         "hardware": {**site, **hardware},
