@@ -108,5 +108,5 @@ def test_what_would_fit_is_less_than_what_did_not():
 
 @pytest.mark.parametrize("changes", [{"memory_gb": float("inf")}, {"memory_gb": -5}, {"reserve_gb": 200}])
 def test_memory_that_is_no_number_of_a_card_is_refused(changes):
-    with pytest.raises(ConfigError, match="hardware.memory_gb="):
+    with pytest.raises(ConfigError, match=r"hardware\.memory_gb="):
         configured(hardware={**H20, **changes})
