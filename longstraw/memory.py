@@ -33,22 +33,10 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longstraw.kinds import KINDS
 from longstraw.ops.scratch import SCRATCH
 from longstraw.ops.staging import HOST_EMPTY
 
-KINDS = (
-    "parameters",
-    "gathered",  # what FSDP2 gathers of them for a block, and the buffers that it gathers into
-    "gradients",
-    "optimizer",
-    "retained",
-    "state_gradient",
-    "snapshots",
-    "activations",
-    "workspace",  # what a kernel takes beside its results, where ``ops.scratch`` stands for it
-    "communication",  # what collectives send from and receive into, as long as it lives
-    "inputs",
-)
 UNTAGGED = "activations"
 NO_VERB = "other"
 CUDA_BLOCK = 512

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from longstraw.budget import glm_5_2, qwen3_6
 from longstraw.budget.flops import step_flops
-from longstraw.budget.ledger import KINDS
 from longstraw.budget.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.budget.ranks import Layout
 from longstraw.budget.sizes import Lengths
 from longstraw.budget.spread import Spread
 from longstraw.budget.standing import Standing, clipping_bytes, lengths_of, standing_of
 from longstraw.config import RunConfig
+from longstraw.kinds import KINDS
 from longstraw.model_config import Glm52Config, Qwen36Config
 from longstraw.parallel.sizes import rank_sizes
 

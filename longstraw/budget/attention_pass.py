@@ -5,10 +5,10 @@ Widths are values a position: Q queries, N keys (or values).
 
 from __future__ import annotations
 
-from longstraw.budget.fused import flash_backward_bytes, flash_forward_bytes
 from longstraw.budget.ledger import Held
 from longstraw.budget.passes import Pass, Saved
 from longstraw.model_config import Qwen36Config
+from longstraw.workspace import flash_backward_bytes, flash_forward_bytes
 
 ROW_TILE = 16384  # ops.attention.ROW_TILE
 

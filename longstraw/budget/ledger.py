@@ -6,21 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longstraw.budget.sizes import rounded
-
-# as ``memory.KINDS``, which needs torch
-KINDS = (
-    "parameters",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "retained",
-    "state_gradient",
-    "snapshots",
-    "activations",
-    "workspace",
-    "communication",
-    "inputs",
-)
+from longstraw.kinds import KINDS
 
 
 @dataclass(frozen=True, eq=False)

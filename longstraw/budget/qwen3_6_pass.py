@@ -7,9 +7,9 @@ heads, C = 2A + Z convolution channels.
 from __future__ import annotations
 
 from longstraw.budget.attention_pass import AttentionPass
-from longstraw.budget.fused import conv_bytes, delta_bytes
 from longstraw.budget.ledger import Held
 from longstraw.budget.passes import Saved
+from longstraw.workspace import conv_backward_bytes, delta_backward_bytes, delta_forward_bytes
 
 
 class Qwen36Pass(AttentionPass):
@@ -116,7 +116,7 @@ class Qwen36Pass(AttentionPass):
         gates = [self.take("scan", piece.n * self.heads * (3 * self.f + self.w) // ranks)]
         sizes = (model.linear_num_key_heads // ranks, self.heads // ranks)
         widths = (model.linear_key_head_dim, model.linear_value_head_dim)
-        inside = self.take("scan", delta_bytes(piece.n, *sizes, *widths, self.w, backward=False), "workspace")
+        inside = self.take("scan", delta_forward_bytes(piece.n, *sizes, *widths, self.w), "workspace")
         out = self.take("scanned", piece.n * self.values * self.w // ranks)
         self.updates.append(self.take("recurrent", self.values * widths[0] * self.f // ranks))
         tail = (model.linear_conv_kernel_dim - 1) * self.channels * self.w // ranks
@@ -195,14 +195,16 @@ class Qwen36Pass(AttentionPass):
         size = piece.n * self.channels * self.w // ranks
         sizes = (model.linear_num_key_heads // ranks, self.heads // ranks)
         widths = (model.linear_key_head_dim, model.linear_value_head_dim)
-        inside = self.take("scan", delta_bytes(piece.n, *sizes, *widths, self.w, backward=True), "workspace")
+        inside = self.take("scan", delta_backward_bytes(piece.n, *sizes, *widths, self.w), "workspace")
         results = self.take("of scan", size)
         small = self.take("of scan", piece.n * self.heads * (self.f + self.w) // ranks)
         self.drop(inside, out, *saved.pop("scan"))
         joined = self.take("of convolution", size)
         self.drop(results)
         taps = model.linear_conv_kernel_dim
-        inside = self.take("convolution", conv_bytes(piece.n, self.channels // ranks, taps, self.w), "workspace")
+        inside = self.take(
+            "convolution", conv_backward_bytes(piece.n, self.channels // ranks, taps, self.w), "workspace"
+        )
         mixed = self.take("of convolution", size)
         self.drop(inside, joined, *saved.pop("convolution"))
         if ranks == 1:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import prod
 
 from longstraw.budget import glm_5_2, qwen3_6
-from longstraw.budget.ledger import KINDS
 from longstraw.budget.parameters import adapted, gradient_item, trained_shapes
 from longstraw.budget.ranks import Layout
 from longstraw.budget.sizes import BLOCK, ITEM, TOKEN, Lengths, StateShapes, rounded
 from longstraw.config import RunConfig, gradient_start
+from longstraw.kinds import KINDS
 from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
 
 SCALAR = BLOCK  # a tensor of one number takes a whole block

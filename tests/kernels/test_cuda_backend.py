@@ -73,7 +73,7 @@ def test_attention_on_fake_tensors():
 
 def test_what_flash_takes_inside_is_counted():
     """Six query heads share a key head: PyTorch makes a key and a value gradient for each of them."""
-    inside = flash._flash_backward_bytes(1, 6, 256, 256, 64, 2)
+    inside = flash.flash_backward_bytes(1, 6, 256, 256, 64, 2)
     copies, sums, expanded = 2 * 6 * 256 * 64 * 2, 6 * 256 * (64 + 1) * 4, 2 * 6 * 256 * 64 * 2
     assert inside == copies + sums + expanded
     with FakeTensorMode(), MemoryMeter(rounding=1) as meter:
@@ -99,7 +99,7 @@ def test_what_flash_takes_inside_is_counted():
 )
 def test_parts_of_the_flash_forward_are_counted(heads, count, rows, width, parts):
     """Where queries alone do not fill a GPU, PyTorch splits the rows: an output and a log-sum-exp in float32 a part."""
-    assert flash._flash_forward_bytes(heads, count, rows, width) == parts * heads * count * (width + 1) * 4
+    assert flash.flash_forward_bytes(heads, count, rows, width) == parts * heads * count * (width + 1) * 4
     with FakeTensorMode(), MemoryMeter(rounding=1) as meter:
         q, k = (
             torch.empty(1, heads, count, width, dtype=torch.bfloat16),

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = [  # a module imports from its own layer or a lower one, never from a higher
-    {"longstraw", "units", "config", "model_config", "hardware_config", "failures"},
+    {"longstraw", "units", "config", "model_config", "hardware_config", "failures", "kinds", "workspace"},
     {"grpo", "ops"},
     {"state"},
     {"layers"},
@@ -58,6 +58,8 @@ WITHOUT_TORCH = {
     "longstraw.config",
     "longstraw.hardware_config",
     "longstraw.model_config",
+    "longstraw.kinds",
+    "longstraw.workspace",
     "longstraw.budget",
     "longstraw.fit",
     "longstraw.plan",

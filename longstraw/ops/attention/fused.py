@@ -16,10 +16,9 @@ from torch import Tensor
 from longstraw.ops.attention import reference
 from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.scratch import scratch
+from longstraw.workspace import flash_backward_bytes, flash_forward_bytes
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-SPLITS = 128  # parts of the rows that PyTorch's flash forward makes at most
-SLOTS = 2 * 78  # programs that it reckons to run at once, two on each multiprocessor: an H20's
 kernels = DeferredModule("longstraw.ops.attention.kernels")
 
 
@@ -41,7 +40,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
     heads, repeats, count, width = q.shape
     if not count:  # the operator launches nothing but an error
         return q.to(torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    inside = scratch(q, _flash_forward_bytes(heads * repeats, count, len(k), width))
+    inside = scratch(q, flash_forward_bytes(heads * repeats, count, len(k), width))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _by_tokens(q), k[None], v[None], None, None, count, len(k), 0.0, causal, False, scale=scale
     )
@@ -60,7 +59,7 @@ def part_backward(
     if not count:
         return q.to(torch.float32), torch.zeros_like(k), torch.zeros_like(v)
     unused = q.new_empty(2, dtype=torch.uint64)  # the state of a dropout that is not there
-    inside = scratch(q, _flash_backward_bytes(heads, repeats, count, len(k), width, q.element_size()))
+    inside = scratch(q, flash_backward_bytes(heads, repeats, count, len(k), width, q.element_size()))
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
         _by_tokens(grad.to(q.dtype)),
         _by_tokens(q),
@@ -142,38 +141,6 @@ def _(
     scale: float,
 ) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
-
-
-def _flash_forward_bytes(heads: int, count: int, rows: int, width: int) -> int:
-    """Return what PyTorch's flash forward allocates beside its results: nothing where queries alone fill a GPU.
-
-    Otherwise rows are split, and each part has an output and a log-sum-exp in float32. The number of parts is the least
-    that leaves the GPU hardly idler than the best number would.
-    """
-    blocks, most = heads * -(-count // 64), -(-rows // (256 if width <= 64 else 128 if width <= 128 else 64))
-    if blocks >= 0.8 * SLOTS or not blocks:
-        return 0
-    parts = [n for n in range(1, min(SPLITS, SLOTS, most) + 1) if n == 1 or -(-most // n) != -(-most // (n - 1))]
-    used = {n: blocks * n / (-(-blocks * n // SLOTS) * SLOTS) for n in parts}
-    number = next((n for n in parts if used[n] >= 0.85 * max(used.values())), 1)
-    return number * heads * count * (_rounded(width) + 1) * 4 if number > 1 else 0
-
-
-def _flash_backward_bytes(heads: int, repeats: int, count: int, rows: int, width: int, size: int) -> int:
-    """Return what PyTorch's flash backward allocates beside its results.
-
-    Contiguous copies of the output and its gradient, the float32 accumulator of the query gradient and the row sums
-    (both rounded up), and, with grouped queries, a key and a value gradient for every query head.
-    """
-    copies = 2 * heads * repeats * count * width * size
-    sums = heads * repeats * -(-count // 128) * 128 * (_rounded(width) + 1) * 4
-    expanded = 2 * heads * repeats * rows * width * size if repeats > 1 else 0
-    return copies + sums + expanded
-
-
-def _rounded(width: int) -> int:
-    """Return the width that PyTorch's flash operators give to their sums."""
-    return -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
 
 
 def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.conv import reference
 from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.scratch import scratch
+from longstraw.workspace import conv_backward_bytes, conv_forward_bytes
 
-BLOCK = 64  # positions, of which the gradient of the weight is summed first
 kernels = DeferredModule("longstraw.ops.conv.kernels")
 
 
@@ -35,7 +35,7 @@ class _CausalConv(torch.autograd.Function):
         before = tail.to(x.dtype)
         ctx.save_for_backward(x, weight, before)
         keep = len(tail)
-        inside = scratch(x, _state_bytes(x, weight))
+        inside = scratch(x, conv_forward_bytes(*_sizes(x, weight)))
         out = conv_forward(x, weight, before)
         del inside
         return out, torch.cat([before, x[-keep:]])[-keep:].clone()
@@ -44,7 +44,7 @@ class _CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, tail = ctx.saved_tensors
-        inside = scratch(x, _backward_bytes(x, weight))
+        inside = scratch(x, conv_backward_bytes(len(x), *_sizes(x, weight)))
         results = conv_backward(x, weight, tail, grad.contiguous(), grad_tail)
         del inside
         return results
@@ -74,18 +74,6 @@ def _(x: Tensor, weight: Tensor, tail: Tensor, grad: Tensor, grad_tail: Tensor) 
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(tail)
 
 
-def _state_bytes(x: Tensor, weight: Tensor) -> int:
-    """Return the bytes of a tail as fla takes it, of W columns: all that the forward allocates beside its result."""
-    return weight.numel() * x.element_size()
-
-
-def _backward_bytes(x: Tensor, weight: Tensor) -> int:
-    """Return what is alive beside the results at the backward's peak: where the weight's gradient is summed.
-
-    The output before SiLU, both tails, the weight's gradient by blocks and its sum in float32 (which is the result
-    where that has float32). The gradient of the tail is made later.
-    """
-    blocks, size = -(-len(x) // BLOCK), x.element_size()
-    sums = blocks + (1 if size < 4 else 0)
-    later = (weight.numel() - len(weight)) * size
-    return x.numel() * size + 2 * _state_bytes(x, weight) + sums * weight.numel() * 4 - later
+def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    """Return C, W and the bytes of an element."""
+    return *weight.shape, x.element_size()

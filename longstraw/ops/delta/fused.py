@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.delta import reference
 from longstraw.ops.scratch import scratch
+from longstraw.workspace import delta_backward_bytes, delta_forward_bytes
 
-INNER_CHUNK = 64
 kernels = DeferredModule("longstraw.ops.delta.kernels")
 
 
@@ -33,7 +33,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*inputs)
-        inside = scratch(inputs[2], _forward_bytes(*_sizes(inputs[1], inputs[2])))
+        inside = scratch(inputs[2], delta_forward_bytes(*_sizes(inputs[1], inputs[2])))
         results = gated_delta_forward(*inputs)
         del inside
         return results
@@ -42,7 +42,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
-        inside = scratch(inputs[2], _backward_bytes(*_sizes(inputs[1], inputs[2])))
+        inside = scratch(inputs[2], delta_backward_bytes(*_sizes(inputs[1], inputs[2])))
         results = gated_delta_backward(*inputs, grad_out.contiguous(), grad_state.contiguous())
         del inside
         return results
@@ -80,23 +80,3 @@ def _(
 def _sizes(k: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return T, A, B, K, V and the bytes of an element."""
     return (*k.shape[:2], v.shape[1], k.shape[2], v.shape[2], v.element_size())
-
-
-def _kept_bytes(count: int, keys: int, values: int, key: int, value: int, size: int) -> int:
-    """Normed queries and keys with their norms, summed decay, inverse, w, u, new values, and the chunks' states."""
-    normed = 2 * count * keys * (key * size + 4)
-    rows = count * values * (4 + (INNER_CHUNK + key + 2 * value) * size)
-    return normed + rows + -(-count // INNER_CHUNK) * values * key * value * size
-
-
-def _forward_bytes(count: int, keys: int, values: int, key: int, value: int, size: int) -> int:
-    """Return what the forward allocates beside its results: all of it is alive when the outputs are made."""
-    return _kept_bytes(count, keys, values, key, value, size) - count * keys * 4  # the queries' norms are gone by then
-
-
-def _backward_bytes(count: int, keys: int, values: int, key: int, value: int, size: int) -> int:
-    """Return what is alive beside the results at the backward's peak: where the gradients of w and u are taken up."""
-    states = -(-count // INNER_CHUNK) * values * key * value * size
-    rows = count * values * ((2 * key + value) * size + 4)
-    summed = count * keys * key * size if keys != values else 0
-    return _kept_bytes(count, keys, values, key, value, size) + states + rows + summed
