@@ -24,9 +24,8 @@ from longstraw.observe import Progress, Watch
 from longstraw.parallel.apply import parallelize
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.shard import local_tensor
-from longstraw.played import TIMES, PlayedTask, play_job, played_rank
+from longstraw.played import TIMES, PlayedTask, play_job, played_rank, step_over
 from longstraw.selfcheck import check_job
-from longstraw.stepped import Stepped
 from longstraw.trainer import Spread, build_trainer, model_facts
 
 
@@ -46,10 +45,7 @@ def emulate(config: RunConfig, progress: Progress, watching: type[Watch] = Watch
         watch = watching(meter, progress, backend=backend)
         trainer = build_trainer(config, watch, task=PlayedTask(config), mesh=mesh, make_model=_model)
         facts = model_facts(trainer) | {"stepped_over": not every}
-        if not every:
-            trainer.model = Stepped(trainer.model, config, blocks=False)  # type: ignore[assignment]
-            if trainer.reference is not None:
-                trainer.reference = Stepped(trainer.reference, config, blocks=False)  # type: ignore[assignment]
+        step_over(trainer, blocks=False)
         for step in range(config.steps):
             progress.step = step
             yield {**facts, **trainer.step(step), **({} if every else dict.fromkeys(TIMES))}

@@ -23,6 +23,7 @@ What is seen, and what is not:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,12 +43,6 @@ NO_VERB = "other"
 CUDA_BLOCK = 512
 
 _aten = torch.ops.aten
-_KIND_OF = {  # by an operation's namespace
-    "c10d": "communication",
-    "_c10d_functional": "communication",
-    "fsdp": "gathered",
-    "longstraw": "workspace",
-}
 _DEVICE = torch.ops.prim.device.default  # fake tensors are asked for their device as often as for anything else
 # These return an argument's storage, or one nobody has seen, although it was made outside the dispatcher a moment ago.
 _ADOPTING = (_aten.lift_fresh.default, _aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
@@ -196,19 +191,16 @@ class MemoryMeter(TorchDispatchMode):
         if func is _DEVICE:
             return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
-        if func.namespace in _KIND_OF:
-            self._sort(_KIND_OF[func.namespace], func, [out, *args, *(kwargs or {}).values()])
+        kind = _kind_of(func)
+        if kind is not None:
+            self._sort(kind, [out] if func is SCRATCH else [out, *args, *(kwargs or {}).values()])
         return out
 
-    def _sort(self, kind: str, func: Any, values: Sequence[Any]) -> None:
-        """Move what an operation of communication or of scratch memory holds to its kind, where it has none yet."""
-        if func.namespace == "longstraw" and func is not SCRATCH:
-            return
-        if func.namespace == "fsdp" and func._schema.name == "fsdp::chunk_cat":  # gradients, to be reduced
-            kind = "communication"
-        for value in values if func is not SCRATCH else values[:1]:
+    def _sort(self, kind: str, values: Sequence[Any]) -> None:
+        """Move the storages of these to ``kind``, those that have none yet."""
+        for value in values:
             if isinstance(value, (tuple, list)):
-                self._sort(kind, func, value)
+                self._sort(kind, value)
             elif isinstance(value, torch.Tensor) and (storage := _storage_of(value)) is not None:
                 entry = self._live.get(storage._cdata)
                 if entry is not None and entry() is storage and entry.kind == UNTAGGED:
@@ -305,6 +297,17 @@ class MemoryMeter(TorchDispatchMode):
             return result
 
         return resize_
+
+
+@functools.cache
+def _kind_of(func: Any) -> str | None:
+    """Return the kind of what an operation of communication, or of scratch memory, works on; None for all others."""
+    if func is SCRATCH:
+        return "workspace"
+    gradients = func._schema.name == "fsdp::chunk_cat"  # made ready to be reduced
+    if gradients or func.namespace in ("c10d", "_c10d_functional"):
+        return "communication"
+    return "gathered" if func.namespace == "fsdp" else None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

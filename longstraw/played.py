@@ -26,23 +26,14 @@ from longstraw.parallel.sizes import rank_sizes
 from longstraw.provenance import startup_facts
 from longstraw.record import Recorder
 from longstraw.schema import constant_keys
+from longstraw.stepped import Stepped
+from longstraw.together import MEANS
+from longstraw.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 # What only a run has.
-VALUES = (
-    "loss",
-    "grad_norm",
-    "reward_mean",
-    "reward_std",
-    "advantage_abs_mean",
-    "entropy",
-    "kl",
-    "clip_fraction",
-    "logprob_drift",
-    "loss_drift",
-    "recompute_difference",
-)
+VALUES = (*MEANS, "grad_norm", "recompute_difference")
 TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
 Play = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
@@ -83,6 +74,15 @@ def play_job(
             recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES), **over})
             if over:  # a later step that holds less must not be the job's last word
                 break
+
+
+def step_over(trainer: Trainer, *, blocks: bool) -> None:
+    """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set."""
+    if trainer.config.simulation.every:
+        return
+    trainer.model = Stepped(trainer.model, trainer.config, blocks=blocks)  # type: ignore[assignment]
+    if trainer.reference is not None:
+        trainer.reference = Stepped(trainer.reference, trainer.config, blocks=blocks)  # type: ignore[assignment]
 
 
 class PlayedMesh(Mesh):

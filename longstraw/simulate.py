@@ -28,8 +28,7 @@ from longstraw.models.adapter import add_adapter
 from longstraw.observe import Progress, Watch
 from longstraw.parallel.apply import parallelize
 from longstraw.parallel.mesh import Mesh
-from longstraw.played import TIMES, PlayedTask, play_job, played_rank
-from longstraw.stepped import Stepped
+from longstraw.played import TIMES, PlayedTask, play_job, played_rank, step_over
 from longstraw.trainer import Spread, Trainer, build_trainer, model_facts
 
 
@@ -52,10 +51,7 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
         watch = _Watch(meter, progress or Progress(None))
         trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=_model)
         facts = model_facts(trainer)
-        if not every:
-            trainer.model = Stepped(trainer.model, config)  # type: ignore[assignment]
-            if trainer.reference is not None:
-                trainer.reference = Stepped(trainer.reference, config)  # type: ignore[assignment]
+        step_over(trainer, blocks=True)
         gc.collect()
         for step in _steps(trainer):
             watch.progress.step = step

@@ -33,8 +33,8 @@ class Stepped:
         starts = range(0, config.prompt_positions - 1, config.chunk)
         self._model = model
         self._chunks = {*starts[:2], *starts[-2:]}
-        self._size, self._branches = config.group_size, {0, 1, config.group_size - 1}
-        self._verb, self._branch = "", itertools.count()
+        self._branches = {0, 1, config.group_size - 1}
+        self._branch = itertools.cycle(range(config.group_size))  # a verb has all of them or none
         self._seen: set[str] = set()
         self._carried: list[bool] = []
         self._rows: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []  # what a position adds to each state
@@ -53,8 +53,6 @@ class Stepped:
 
     def __call__(self, tokens: Tensor, past: Sequence[Past], state_only: bool = False) -> Any:
         verb = f"{state_only} {torch.is_grad_enabled()}"
-        if verb != self._verb:
-            self._verb, self._branch = verb, itertools.count()
         if not self._is_evaluated(past[0].positions, state_only):
             chunk = self._model.split(len(tokens))
             count, width = chunk.stop - chunk.start, self._model.config.hidden_size
@@ -70,8 +68,7 @@ class Stepped:
         return result
 
     def _is_evaluated(self, start: int, state_only: bool) -> bool:
-        # several steps on one prompt follow each other without a chunk between their branches
-        return start in self._chunks if state_only else next(self._branch) % self._size in self._branches
+        return start in self._chunks if state_only else next(self._branch) in self._branches
 
     def _update(self, layer: int, past: Past, count: int) -> Tensors:
         """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
