@@ -6,8 +6,7 @@ uninitialised memory, so no result means anything; what is allocated, and on a G
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longstraw.config import RunConfig, native_length_warning, to_dict
+from longstraw.config import RunConfig
 from longstraw.fit import exceeded
 from longstraw.grpo import Group
 from longstraw.observe import Progress
 from longstraw.ops.counts import counts_stated
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.sizes import rank_sizes
-from longstraw.provenance import startup_facts
-from longstraw.record import Recorder
-from longstraw.schema import constant_keys
+from longstraw.record import job_recorder
 from longstraw.stepped import Stepped
 from longstraw.together import MEANS
 from longstraw.trainer import Trainer
-
-log = logging.getLogger(__name__)
 
 # What only a run has.
 VALUES = (*MEANS, "grad_norm", "recompute_difference")
@@ -39,34 +34,15 @@ Play = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
 
 def play_job(
-    play: Play,
-    mode: str,
-    config: RunConfig,
-    run_dir: str | Path,
-    *,
-    run_id: str,
-    attempt: int = 0,
-    sweep: str | None = None,
-    command: str | None = None,
-    overrides: Sequence[str] = (),
-    selfcheck: str | None = "off",
+    play: Play, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
 ) -> None:
-    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``."""
-    folder, facts = Path(run_dir), startup_facts(config.processes.backend)
-    constants = {**constant_keys(config), **facts, "mode": mode, "command": command or facts["command"]}
-    with Recorder(
-        folder,
-        run_id=run_id,
-        attempt=attempt,
-        config=to_dict(config),
-        tracking=config.tracking,
-        group=sweep,
-        name=" ".join(overrides) or config.model.name,
-        constants=constants | {"selfcheck": selfcheck},
-        rank=0,
-    ) as recorder:
-        if warning := native_length_warning(config.model, config.context):
-            log.warning(warning)
+    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``.
+
+    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``attempt``, ``sweep``, ``command``,
+    ``overrides``.
+    """
+    folder = Path(run_dir)
+    with job_recorder(config, folder, mode=mode, selfcheck=selfcheck, **context) as recorder:
         for row in play(config, Progress(folder / "progress.json")):
             own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
             chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}

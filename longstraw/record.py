@@ -13,10 +13,12 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from longstraw.config import native_length_warning, to_dict
 from longstraw.lines import Lines
 from longstraw.provenance import startup_facts
 from longstraw.schema import (
@@ -31,7 +33,7 @@ from longstraw.schema import (
 )
 
 if TYPE_CHECKING:
-    from longstraw.config import TrackingConfig
+    from longstraw.config import RunConfig, TrackingConfig
 
 __all__ = ["RecordError", "Recorder", "append_row", "constant_keys", "latest_attempt", "records_path", "startup_facts"]
 
@@ -58,6 +60,37 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
         lines.write(complete({"attempt": attempt, **row}))
     check(row)
     return path
+
+
+def job_recorder(
+    config: RunConfig,
+    run_dir: str | Path,
+    *,
+    mode: str,
+    selfcheck: str | None,
+    run_id: str,
+    attempt: int = 0,
+    sweep: str | None = None,
+    command: str | None = None,
+    overrides: Sequence[str] = (),
+    rank: int = 0,
+) -> Recorder:
+    """Return the recorder of a job in ``mode``, with the keys that all its rows share; warn of an over-long context."""
+    if warning := native_length_warning(config.model, config.context):
+        log.warning(warning)
+    facts = startup_facts(config.processes.backend)
+    ours = {"mode": mode, "command": command or facts["command"], "selfcheck": selfcheck}
+    return Recorder(
+        run_dir,
+        run_id=run_id,
+        attempt=attempt,
+        config=to_dict(config),
+        tracking=config.tracking,
+        group=sweep,
+        name=" ".join(overrides) or config.model.name,
+        constants={**constant_keys(config), **facts, **ours},
+        rank=rank,
+    )
 
 
 class Recorder:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longstraw.checkpoint import agreed
-from longstraw.config import RunConfig, native_length_warning, to_dict
+from longstraw.config import RunConfig
 from longstraw.failures import RankLostError, describe, status_of
 from longstraw.memory import MemoryMeter
 from longstraw.observe import Progress, Watch
 from longstraw.parallel.traffic import TrafficMeter
-from longstraw.provenance import startup_facts
-from longstraw.record import Recorder
+from longstraw.record import Recorder, job_recorder
 from longstraw.resume import Keeper, last_step
-from longstraw.schema import constant_keys
 from longstraw.selfcheck import check_job
 from longstraw.stop import Preempted, Stop, Superseded
 from longstraw.trainer import Trainer, build_trainer, model_facts, save_trained
 
 if TYPE_CHECKING:
     from longstraw.parallel.ranks import Ranks
-
-log = logging.getLogger(__name__)
 
 
 class NotFiniteError(ValueError):
@@ -37,41 +31,25 @@ def run_job(
     config: RunConfig,
     run_dir: str | Path,
     *,
-    run_id: str,
     attempt: int = 0,
-    sweep: str | None = None,
-    command: str | None = None,
-    overrides: Sequence[str] = (),
     ranks: Ranks | None = None,
+    **context: Any,
 ) -> Preempted | None:
     """Run the steps of one job and write its records to ``run_dir``; go on from its newest checkpoint, if it has one.
+
+    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``sweep``, ``command``, ``overrides``.
 
     A step that fails has its record too, with what had been measured until then; the exception goes on. A job that was
     asked to end writes a checkpoint and a record of that, and returns why it ended.
     """
     folder, rank = Path(run_dir), ranks.rank if ranks is not None else 0
-    facts, (checked, wrong) = startup_facts(config.hardware.backend), check_job(config)
-    constants = {**constant_keys(config), **facts, "mode": "run", "command": command or facts["command"]}
-    constants["selfcheck"] = checked
-    name = " ".join(overrides) or config.model.name
+    checked, wrong = check_job(config)
     with (
-        Recorder(
-            folder,
-            run_id=run_id,
-            attempt=attempt,
-            config=to_dict(config),
-            tracking=config.tracking,
-            group=sweep,
-            name=name,
-            constants=constants,
-            rank=rank,
-        ) as recorder,
+        job_recorder(config, folder, mode="run", selfcheck=checked, attempt=attempt, rank=rank, **context) as recorder,
         MemoryMeter() as meter,
         Stop(agreed).listening() as stop,
         ExitStack() as resources,
     ):
-        if warning := native_length_warning(config.model, config.context):
-            log.warning(warning)
         progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
         traffic = None if ranks is None else resources.enter_context(TrafficMeter())
         watch = Watch(meter, progress, stop, traffic, backend=config.hardware.backend)
