@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,9 @@ from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
 from longstraw.parallel.sizes import rank_sizes
 from longstraw.selfcheck import check_ops
+from longstraw.settings import parse_settings
 from longstraw.simulate import simulate
-from longstraw.units import format_bytes, parse_count
+from longstraw.units import format_bytes
 
 PAPER = {"step": 5198.8, "replay": 264.4}  # seconds at 2,097,152 positions on eight H20, arXiv 2607.14952
 H20_FLOPS = 148e12  # bf16, dense
@@ -310,24 +311,11 @@ def report(console: Console, timed: Sequence[Timed], copied: float, multiplied: 
     console.print(table)
 
 
-def parse(arguments: Sequence[str]) -> Settings:
-    """Return the settings that ``key=value`` arguments mean; raises ``ValueError`` with the valid ones."""
-    known = {f.name: f for f in fields(Settings)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument!r} is no key=value; the keys are {', '.join(known)}")
-        choose("key", key, tuple(known))
-        values[key] = parse_count(value, least=1) if known[key].type == "int" else value
-    return Settings(**values)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time and emulate what the arguments ask for; return the exit status."""
     begun = time.monotonic()
     try:
-        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        settings = parse_settings(Settings, sys.argv[1:] if arguments is None else arguments, least=1)
         config = load_model_config(settings.model)
     except ValueError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)

@@ -38,9 +38,9 @@ from longstraw.config import (
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
+from longstraw.settings import parse_settings
 from longstraw.state import Past
 from longstraw.step import grpo_step
-from longstraw.units import parse_count
 
 MODES = ("exact", "window", "detached")
 ALGORITHM = AlgorithmConfig()
@@ -120,22 +120,6 @@ class Finding:
         """False for NaN too."""
         same = self.logprob <= self.tolerance.logprob and self.loss <= self.tolerance.logprob
         return same and self.gradient <= self.tolerance.gradient
-
-
-def parse(arguments: Sequence[str]) -> Settings:
-    """Return the settings that ``key=value`` arguments mean; raises ``ValueError`` with the valid ones."""
-    known = {f.name: f for f in fields(Settings)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument!r} is no key=value; the keys are {', '.join(known)}")
-        choose("key", key, tuple(known))
-        try:
-            values[key] = parse_count(value, least=0) if "int" in str(known[key].type) else value
-        except ValueError as error:
-            raise ConfigError(f"{argument}: {error}") from None
-    return Settings(**values)
 
 
 def build(settings: Settings) -> Decoder:
@@ -365,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{__doc__}\nThe keys and their defaults:\n\n{keys}")
         return 0
     try:
-        settings = parse(arguments)
+        settings = parse_settings(Settings, arguments)
         model = build(settings)
     except (ValueError, OSError) as error:
         print(f"longstraw.audit: {error}", file=sys.stderr)

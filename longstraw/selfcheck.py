@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -25,7 +24,7 @@ from longstraw.model_config import Glm52Config, Qwen36Config
 from longstraw.ops import BACKENDS, Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
-from longstraw.units import parse_count
+from longstraw.settings import parse_settings
 
 # Far above what rounding gives (1e-6 and 6e-3; float32 products on tensor cores 1e-3), far below what an error gives.
 BARS = {torch.float64: 1e-9, torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -302,23 +301,10 @@ def _place(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, triton {triton}"
 
 
-def parse(arguments: Sequence[str]) -> Settings:
-    """Return the settings that ``key=value`` arguments mean; raises ``ValueError`` with the valid ones."""
-    known = {f.name: f for f in fields(Settings)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument!r} is no key=value; the keys are {', '.join(known)}")
-        choose("key", key, tuple(known))
-        values[key] = parse_count(value, least=0) if "int" in str(known[key].type) else value
-    return Settings(**values)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check what the arguments ask for, print a table, return the exit status."""
     try:
-        settings = parse(sys.argv[1:] if arguments is None else arguments)
+        settings = parse_settings(Settings, sys.argv[1:] if arguments is None else arguments)
         config = load_model_config(settings.model)
         device = torch.device(settings.device)
         findings = check_ops(

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from longstraw import audit, step
-from longstraw.audit import MODES, TOLERANCES, Finding, Run, Settings, compare, parse, relative
+from longstraw.audit import MODES, TOLERANCES, Finding, Run, Settings, compare, relative
 from longstraw.config import ConfigError
 from longstraw.models import build_model
 from longstraw.models.weights import save_model
+from longstraw.settings import parse_settings
 from longstraw.state import Appended, Carried
 
 SMALL = ("layers=4", "prompt=130", "response=9", "group_size=2", "window=60")
@@ -110,7 +111,7 @@ def test_a_checkpoint_is_cut_without_transformers(tmp_path):
 
 
 def test_arguments():
-    settings = parse(["prompt=1Ki", "model=glm_5_2_tiny", "layers=3", "seed=0"])
+    settings = parse_settings(Settings, ["prompt=1Ki", "model=glm_5_2_tiny", "layers=3", "seed=0"])
     assert settings == Settings(prompt=1024, model="glm_5_2_tiny", layers=3, seed=0)
     for wrong, complaint in (
         ("promt=3", "did you mean prompt"),
@@ -122,7 +123,7 @@ def test_arguments():
         ("adapter=dora", "lora"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            parse([wrong])
+            parse_settings(Settings, [wrong])
 
 
 def test_help_names_the_keys(capsys):

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = [  # a module imports from its own layer or a lower one, never from a higher
-    {"longstraw", "units", "config", "model_config", "hardware_config", "failures", "kinds", "workspace"},
+    {"longstraw", "units", "config", "model_config", "hardware_config", "failures", "kinds", "workspace", "settings"},
     {"grpo", "ops"},
     {"state"},
     {"layers"},
@@ -60,6 +60,7 @@ WITHOUT_TORCH = {
     "longstraw.model_config",
     "longstraw.kinds",
     "longstraw.workspace",
+    "longstraw.settings",
     "longstraw.budget",
     "longstraw.fit",
     "longstraw.plan",
