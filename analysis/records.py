@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longstraw.schema import KEYS, SCHEMA, fits, numbers
+from longstraw.tracking.schema import KEYS, SCHEMA, fits, numbers
 
 Row = dict[str, Any]
 

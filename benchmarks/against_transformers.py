@@ -8,7 +8,7 @@ in float32. Each measurement is a process of its own, so that peaks are its own;
 runs with gradient checkpointing, a branch at a time, and logits for the response only. Its branches are alike, so
 ``branches`` of them are run and the rest are counted at the mean of those (0: all are run; the table says which).
 
-Peak bytes are those of live tensor storages during the step, on both sides by ``longstraw.memory.MemoryMeter``, in a
+Peak bytes are those of live tensor storages during the step, on both sides by ``longstraw.memory.meter.MemoryMeter``, in a
 run that is not timed, for counting slows both sides.
 """
 
@@ -27,9 +27,9 @@ from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group, advantages, branch_loss, denominators
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model, load_model
-from longstraw.models.weights import save_model
+from longstraw.models.hf_weights import save_model
 from longstraw.step import grpo_step
 
 SIDES = ("detached", "exact", "transformers")

@@ -38,17 +38,17 @@ from longstraw.config import (
     choose,
     load_model_config,
 )
-from longstraw.emulate import emulate
-from longstraw.model_config import Glm52Config, ModelConfig, Qwen36Config
-from longstraw.observe import Progress, Watch
+from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.settings import parse_settings
 from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
-from longstraw.parallel.sizes import rank_sizes
+from longstraw.parallel.parallel_dims import rank_sizes
 from longstraw.selfcheck import check_ops
-from longstraw.settings import parse_settings
-from longstraw.simulate import simulate
+from longstraw.simulation.emulate import emulate
+from longstraw.simulation.simulate import simulate
+from longstraw.training.monitor import Progress, Watch
 from longstraw.units import format_bytes
 
 PAPER = {"step": 5198.8, "replay": 264.4}  # seconds at 2,097,152 positions on eight H20, arXiv 2607.14952

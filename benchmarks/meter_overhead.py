@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 
 
 class Nothing(TorchDispatchMode):

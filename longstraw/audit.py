@@ -35,10 +35,10 @@ from longstraw.config import (
     choose,
     gradient_start,
 )
+from longstraw.config.settings import parse_settings
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
-from longstraw.settings import parse_settings
 from longstraw.state import Past
 from longstraw.step import grpo_step
 
@@ -131,7 +131,7 @@ def build(settings: Settings) -> Decoder:
     else:
         model = load_model(settings.checkpoint, **make)
     if settings.adapter != "none":
-        from longstraw.models.adapter import add_adapter
+        from longstraw.models.lora import add_adapter
 
         add_adapter(model, AdapterConfig(name=settings.adapter), seed=settings.seed)
         generator = torch.Generator().manual_seed(settings.seed)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
-from longstraw.ops.counts import number
+from longstraw.ops.host_sync import number
 
 ADVANTAGE_EPS = 1e-6
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8; beyond it a ratio counts as that and passes no gradient, or inf * 0 = NaN

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.budget import is_predicted
 from longstraw.config import ConfigError, RunConfig, from_dict, option
-from longstraw.fit import LONGEST, Fitting, largest_context, limit_bytes, ranks_text, smallest_hardware
-from longstraw.overrides import Typed, check
+from longstraw.config.overrides import Typed, check
+from longstraw.memory.estimate import is_predicted
+from longstraw.memory.fit import LONGEST, Fitting, largest_context, limit_bytes, ranks_text, smallest_hardware
 from longstraw.units import format_bytes, format_count
 
 DEFAULTS = {"model": "qwen3_6_27b", "hardware": "h20x8", "adapter": "auto", "data": "needle"}

@@ -1,6 +1,6 @@
 """``python -m longstraw.run [-m] key=value ...``: one job, or a sweep of jobs. The doorway to Hydra.
 
-Hydra composes the YAML files of ``conf/`` against ``longstraw.config``; ``longstraw.launch`` runs what comes out.
+Hydra composes the YAML files of ``conf/`` against ``longstraw.config``; ``longstraw.launch.jobs`` runs what comes out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import errno
 import functools
 import os
 import re
-import shlex
 import shutil
 import sys
 from datetime import datetime
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from longstraw.config import ConfigError, available, conf_dir
-from longstraw.overrides import FOLDERS, Typed, check
-from longstraw.parallel.started import started
+from longstraw.config.overrides import FOLDERS, Typed, check
+from longstraw.runtime.process_info import started
+from longstraw.tracking.command_line import typed_command
 
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 _MADE: list[Path] = []  # folders this command made
@@ -63,7 +63,7 @@ def main() -> None:
         return
     by_torchrun = started().by == "torchrun" and started().world_size > 1
     if by_torchrun and started().rank > 0:
-        from longstraw.launch import follow
+        from longstraw.launch.jobs import follow
 
         raise SystemExit(follow())
     quiet = os.environ.get("HYDRA_FULL_ERROR") is None
@@ -76,7 +76,7 @@ def main() -> None:
     finally:
         _remove_unused()
         if by_torchrun:
-            from longstraw.parallel.ranks import offer_job
+            from longstraw.runtime.rendezvous import offer_job
 
             offer_job(None)  # where no job was started the other ranks must not wait for one
 
@@ -211,18 +211,12 @@ def _remove_unused() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def typed_command() -> str:
-    """Return the command as it was typed."""
-    program = Path(sys.argv[0])
-    start = ["python", "-m", "longstraw.run"] if program.name == "run.py" else [program.name]
-    return shlex.join([*start, *sys.argv[1:]])
-
-
 def _job(composed: Any) -> None:
     """Run the one job of a command without ``-m``."""
     from hydra.core.hydra_config import HydraConfig
 
-    from longstraw.launch import draft, launch, prepare
+    from longstraw.launch.jobs import launch, prepare
+    from longstraw.launch.spec import draft
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)

@@ -20,11 +20,11 @@ from rich.table import Table
 from torch import Tensor
 
 from longstraw.config import DTYPES, ConfigError, ModelConfig, RunConfig, at_least, choose, load_model_config
-from longstraw.model_config import Glm52Config, Qwen36Config
+from longstraw.config.model import Glm52Config, Qwen36Config
+from longstraw.config.settings import parse_settings
 from longstraw.ops import BACKENDS, Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
-from longstraw.settings import parse_settings
 
 # Far above what rounding gives (1e-6 and 6e-3; float32 products on tensor cores 1e-3), far below what an error gives.
 BARS = {torch.float64: 1e-9, torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}

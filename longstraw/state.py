@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
-from longstraw.ops.counts import same
-from longstraw.ops.staging import HostRows, Rows, Staging, host_empty
+from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
+from longstraw.ops.host_sync import same
 
 Tensors = dict[str, Tensor]
 

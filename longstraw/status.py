@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError
-from longstraw.job import leave_word
-from longstraw.launch import again, launch
-from longstraw.logs import failed_tail, log_path, tail
-from longstraw.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
-from longstraw.table import aligned, has_result, read_json, read_steps
+from longstraw.launch.jobs import again, launch
+from longstraw.launch.logs import failed_tail, log_path, tail
+from longstraw.launch.result import leave_word
+from longstraw.launch.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
+from longstraw.tracking.run_folder import aligned, has_result, read_json, read_steps
 from longstraw.units import format_bytes
 
 COLUMNS = ("job", "state", "preempted", "step", "positions", "peak bytes", "doing", "log")

@@ -26,8 +26,8 @@ from torch import Tensor
 from longstraw.config import INNER_CHUNK, AlgorithmConfig, StateConfig, gradient_start
 from longstraw.grpo import Group, Statistics, branch_losses
 from longstraw.models.decoder import Decoder
-from longstraw.ops.counts import number
-from longstraw.ops.staging import to_host
+from longstraw.ops.host_offload import to_host
+from longstraw.ops.host_sync import number
 from longstraw.state import RetainedState
 
 

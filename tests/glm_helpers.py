@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import advantages, branch_loss, denominators
 from longstraw.models import build_model
-from longstraw.ops.context import Local
 from longstraw.ops.latent import reference
+from longstraw.ops.sequence_ops import Local
 
 F64 = torch.float64
 FROZEN = ".indexer."
@@ -51,8 +51,8 @@ def plain_glm_ops(model):
     """Replace the choice of rows, the attention over them and the experts by plain ones on whole tensors."""
     with (
         mock.patch.object(Local, "select_rows", lambda *x, positions, spans, chunk, **kw: plain_select(*x[1:], **kw)),
-        mock.patch("longstraw.ops.context.attend_rows", plain_attend_rows),
-        mock.patch("longstraw.ops.context.mix_experts", plain_experts),
+        mock.patch("longstraw.ops.sequence_ops.attend_rows", plain_attend_rows),
+        mock.patch("longstraw.ops.sequence_ops.mix_experts", plain_experts),
     ):
         yield
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group, advantages, branch_loss, denominators
 from longstraw.models import build_model
-from longstraw.ops.context import Local
 from longstraw.ops.delta import reference as delta
+from longstraw.ops.sequence_ops import Local
 from longstraw.state import Past
 from longstraw.step import score_fresh
 
@@ -127,7 +127,7 @@ def plain_ops(model):
         for module in model.modules():
             if hasattr(module, "ops"):
                 stack.enter_context(mock.patch.object(module, "ops", ops))
-        stack.enter_context(mock.patch("longstraw.ops.context.attend", plain_attend))
+        stack.enter_context(mock.patch("longstraw.ops.sequence_ops.attend", plain_attend))
         stack.enter_context(mock.patch("longstraw.models.decoder.checkpoint", lambda block, *args, **_: block(*args)))
         yield
 

@@ -8,15 +8,15 @@ import sys
 import torch
 import torch.distributed as dist
 
-from longstraw.budget.traffic import bytes_sent
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
 from longstraw.grpo import Group
+from longstraw.memory.estimate.traffic import bytes_sent
 from longstraw.models import build_model
-from longstraw.parallel.apply import parallelize
+from longstraw.parallel.comm_meter import TrafficMeter
+from longstraw.parallel.fsdp import local_gradient, total_norm
 from longstraw.parallel.mesh import build_mesh
-from longstraw.parallel.shard import local_gradient, total_norm
-from longstraw.parallel.sizes import rank_sizes
-from longstraw.parallel.traffic import TrafficMeter
+from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallelize import parallelize
 from longstraw.step import Observer, grpo_step
 
 

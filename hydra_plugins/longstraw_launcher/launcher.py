@@ -1,4 +1,4 @@
-"""Hydra's way to ``longstraw.launch``: composes the jobs of a sweep and hands them over."""
+"""Hydra's way to ``longstraw.launch.jobs``: composes the jobs of a sweep and hands them over."""
 
 # No `from __future__ import annotations` beside a dataclass here: Hydra executes this module before it is imported.
 from collections.abc import Sequence
@@ -31,8 +31,9 @@ class LongStrawLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Launch the jobs and wait; exit with what they came to if any failed."""
-        from longstraw.launch import draft, launch, prepare
-        from longstraw.run import typed_command
+        from longstraw.launch.jobs import launch, prepare
+        from longstraw.launch.spec import draft
+        from longstraw.tracking.command_line import typed_command
 
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         composed = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import JsonlConfig, RunConfig
-from longstraw.data.line import Parser
+from longstraw.data.jsonl_schema import Parser
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 from longstraw.grpo import Group

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from longstraw.config import NeedleConfig, RunConfig
-from longstraw.data.hay import read_hay
+from longstraw.data.haystack import read_hay
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 from longstraw.grpo import Group

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longstraw.config.model import Glm52Config
+from longstraw.layers.lora_weight import effective_weight
 from longstraw.layers.norm import RMSNorm
 from longstraw.layers.rotary import rotary_angles, rotate_pairs
-from longstraw.layers.weight import effective_weight
-from longstraw.model_config import Glm52Config
 from longstraw.ops import Ops
 from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longstraw.model_config import RopeScaling
+from longstraw.config.model import RopeScaling
 
 UNSCALED = RopeScaling()
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
-from longstraw.layers.linear import widen
+from longstraw.layers.cpu_linear import widen
 from longstraw.models import glm_5_2, qwen3_6
 from longstraw.models.decoder import Decoder
-from longstraw.models.weights import load_weights
+from longstraw.models.hf_weights import load_weights
 from longstraw.ops import choose_ops
 
 _ARCHITECTURES = {"qwen3_6": qwen3_6, "glm_5_2": glm_5_2}

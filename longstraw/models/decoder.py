@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.config import ModelConfig, StateConfig
-from longstraw.layers.weight import effective_weight
+from longstraw.layers.lora_weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
-from longstraw.ops.staging import Staging
+from longstraw.ops.host_offload import Staging
 from longstraw.state import DEFAULT_STORAGE, Past, RetainedState, RowStorage, Tensors
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import ModelConfig
+from longstraw.config.model import Glm52Config
 from longstraw.layers.feedforward import Experts, MixtureOfExperts, Router, SwiGLU
 from longstraw.layers.latent import LatentAttention
 from longstraw.layers.norm import RMSNorm
-from longstraw.model_config import Glm52Config
 from longstraw.models.decoder import Block, Decoder, Mixer
 from longstraw.ops import Ops
 from longstraw.state import Past, Tensors

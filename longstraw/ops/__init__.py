@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longstraw.ops.attention import PARTS, AttentionParts
-from longstraw.ops.context import Context, Local
 from longstraw.ops.conv import fused as fused_conv
 from longstraw.ops.conv import reference as conv
 from longstraw.ops.delta import fused as fused_delta
@@ -19,6 +18,7 @@ from longstraw.ops.delta import reference as delta
 from longstraw.ops.latent import LATENT, LatentOps
 from longstraw.ops.logprob import LOGITS, TokenLogits
 from longstraw.ops.moe import MOE, MoeOps
+from longstraw.ops.sequence_ops import Context, Local
 
 Linear = Callable[..., tuple[Tensor, Tensor]]  # output and state
 

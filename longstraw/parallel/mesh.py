@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longstraw.ops.counts import told
+from longstraw.ops.host_sync import told
 from longstraw.parallel.collectives import Group, labelled
-from longstraw.parallel.sizes import Sizes
+from longstraw.parallel.parallel_dims import Sizes
 
 
 @dataclass(frozen=True)

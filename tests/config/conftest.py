@@ -16,7 +16,7 @@ import importlib.abc, importlib.util, os, sys
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "longstraw.train":
+        if name == "longstraw.training.loop":
             return importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "loop.py"))
         if name in ("torch", "wandb"):
             raise ImportError(name + " is blocked: the command line must not need it")
@@ -26,8 +26,8 @@ sys.meta_path.insert(0, Finder())
 
 LOOP = """
 import json, os, signal, time
-from longstraw.job import write_json
-from longstraw.record import append_row
+from longstraw.launch.worker import write_json
+from longstraw.tracking.recorder import append_row
 
 def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides):
     (run_dir / "pid").write_text(str(os.getpid()))

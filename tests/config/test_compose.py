@@ -17,7 +17,7 @@ from longstraw.config import (
     option,
     to_dict,
 )
-from longstraw.overrides import FOLDERS, check
+from longstraw.config.overrides import FOLDERS, check
 from longstraw.run import parse, register
 
 OPTIONS = [(group, name) for group in FOLDERS if group != "sweep" for name in available(group) if name != "auto"]

@@ -9,11 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from longstraw import launch, place, run, submit, watch
+from longstraw import run
 from longstraw.config import ConfigError, HardwareConfig, RunConfig, from_dict, load_model_config, to_dict
-from longstraw.failures import describe, status_of
-from longstraw.job import leave_word, rank
-from longstraw.table import last_row, read_rows, table
+from longstraw.errors import describe, status_of
+from longstraw.launch import display as watch
+from longstraw.launch import executors as submit
+from longstraw.launch import jobs as launch
+from longstraw.launch import placement as place
+from longstraw.launch.result import leave_word
+from longstraw.launch.worker import rank
+from longstraw.tracking.run_folder import last_row, read_rows, table
 
 CPU = {"name": "cpu", "backend": "cpu"}
 FULL = {

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from longstraw import launch
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.failures import RankLostError
-from longstraw.job import leave_word
-from longstraw.parallel.words import word_of, words_folder, write_word
-from longstraw.place import Place
-from longstraw.record import append_row, latest_attempt
-from longstraw.table import last_row
-from longstraw.watch import Line
+from longstraw.errors import RankLostError
+from longstraw.launch import jobs as launch
+from longstraw.launch.display import Line
+from longstraw.launch.placement import Place
+from longstraw.launch.result import leave_word
+from longstraw.runtime.failure_files import word_of, words_folder, write_word
+from longstraw.tracking.recorder import append_row, latest_attempt
+from longstraw.tracking.run_folder import last_row
 
 
 class Handle:

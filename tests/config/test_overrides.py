@@ -1,7 +1,7 @@
 import pytest
 
 from longstraw.config import ConfigError
-from longstraw.overrides import check, chosen
+from longstraw.config.overrides import check, chosen
 from longstraw.run import parse
 
 TINY = ["model=qwen3_6_tiny", "hardware=cpu"]

@@ -1,7 +1,7 @@
 import pytest
 
-from longstraw import place
 from longstraw.config import ConfigError, HardwareConfig, from_dict, load_model_config, to_dict
+from longstraw.launch import placement as place
 
 CPU = {"name": "cpu", "backend": "cpu"}
 NODE = {"name": "h20x8", "gpus_per_node": 8, "partition": "h20"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from longstraw.budget import predict
 from longstraw.config import conf_dir, from_composed, option
+from longstraw.memory.estimate import predict
 from longstraw.run import register
 from longstraw.units import GB
 

@@ -1,10 +1,10 @@
 """A run that cannot fit: not started, but a row in the table; a simulated one that does not fit has its numbers."""
 
-from longstraw import launch
 from longstraw.config import from_dict, option
-from longstraw.schema import check
-from longstraw.simulate import simulate_job
-from longstraw.table import last_row, read_json, table
+from longstraw.launch import jobs as launch
+from longstraw.simulation.simulate import simulate_job
+from longstraw.tracking.run_folder import last_row, read_json, table
+from longstraw.tracking.schema import check
 
 
 def config(memory_gb, mode="run"):

@@ -16,10 +16,10 @@ class Building:
     seed: int = 3
 
     def run(self, world):
-        from longstraw.parallel.build import build_spread
+        from longstraw.parallel.fsdp import local_tensor
+        from longstraw.parallel.materialize import build_spread
         from longstraw.parallel.mesh import build_mesh
-        from longstraw.parallel.shard import local_tensor
-        from longstraw.parallel.sizes import rank_sizes
+        from longstraw.parallel.parallel_dims import rank_sizes
 
         hardware = HardwareConfig(name="cpu", backend="cpu", ranks=world)
         mesh = build_mesh(rank_sizes(self.config, hardware), "cpu")

@@ -8,8 +8,8 @@ from glm_helpers import glm_model
 from helpers import make_group, tiny_model
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig
-from longstraw.optimize import Optimizer
 from longstraw.step import grpo_step
+from longstraw.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def build(case):
 @torch.no_grad()
 def adapt(model, targets):
     """Add adapters to ``targets`` in which every part matters."""
-    from longstraw.models.adapter import add_adapter  # imports slowly
+    from longstraw.models.lora import add_adapter  # imports slowly
 
     add_adapter(model, AdapterConfig(name="lora", rank=4, alpha=8, targets=list(targets)), seed=1)
     generator = torch.Generator().manual_seed(2)

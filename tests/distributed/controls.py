@@ -7,7 +7,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from longstraw.parallel import apply, expert
+from longstraw.parallel import expert_parallel as expert
+from longstraw.parallel import parallelize as apply
 from longstraw.parallel.collectives import Group
 
 MEAN = "FSDP's sum"  # replaced by the mean

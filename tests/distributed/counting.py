@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from longstraw.config import RunConfig
-from longstraw.memory import MemoryMeter
-from longstraw.observe import Progress, Watch
-from longstraw.ops.counts import counts_stated
-from longstraw.played import stated_counts
-from longstraw.trainer import build_trainer
+from longstraw.memory.meter import MemoryMeter
+from longstraw.ops.host_sync import counts_stated
+from longstraw.simulation.single_rank import stated_counts
+from longstraw.training.monitor import Progress, Watch
+from longstraw.training.trainer import build_trainer
 
 
 def count(config):

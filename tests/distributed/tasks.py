@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from longstraw.memory import MemoryMeter
-from longstraw.ops.counts import counts_stated
+from longstraw.memory.meter import MemoryMeter
+from longstraw.ops.host_sync import counts_stated
 from longstraw.ops.latent import LATENT
-from longstraw.parallel.apply import parallelize
 from longstraw.parallel.collectives import Group
-from longstraw.parallel.latent import select_rows
+from longstraw.parallel.comm_meter import TrafficMeter
+from longstraw.parallel.fsdp import local_gradient, total_norm
+from longstraw.parallel.latent_context_parallel import select_rows
 from longstraw.parallel.mesh import build_mesh
-from longstraw.parallel.shard import local_gradient, total_norm
-from longstraw.parallel.sizes import rank_sizes
-from longstraw.parallel.traffic import TrafficMeter
+from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallelize import parallelize
 from longstraw.state import Appended
 from longstraw.step import Observer, prefill
 

@@ -175,7 +175,7 @@ def test_torchrun_with_other_ranks_than_the_hardware_s_stops_at_once(tmp_path):
 
 def training(run_job, config, run_dir, *, ranks, **context):
     """Run the training loop itself, which loses a rank between two chunks or branches of the case's verb."""
-    from longstraw.observe import Progress
+    from longstraw.training.monitor import Progress
 
     begin, go_on, now = Progress.start, Progress.advance, []
 
@@ -196,9 +196,9 @@ def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
     import torch
     import torch.distributed as dist
 
-    from longstraw.failures import describe, status_of
-    from longstraw.job import failed_rank
-    from longstraw.record import append_row
+    from longstraw.errors import describe, status_of
+    from longstraw.launch.worker import failed_rank
+    from longstraw.tracking.recorder import append_row
 
     row = {"run_id": run_id}
     try:
@@ -236,7 +236,8 @@ def fall(case, verb, rank, run_dir):
 
 def start(folder, name, spec):
     """Fork the ranks of a case; return their process ids, 0 for one that never comes."""
-    from longstraw import job, train
+    from longstraw.launch import worker as job
+    from longstraw.training import loop as train
 
     world, fallen, how, _, timeout_s = CASES[name]
     run_dir = folder / name
@@ -289,9 +290,9 @@ def wait(folder, pids):
 
 
 def main(folder):
-    import longstraw.parallel.build
-    import longstraw.parallel.ranks
-    import longstraw.train  # noqa: F401 - loaded once for all ranks
+    import longstraw.parallel.materialize
+    import longstraw.runtime.rendezvous
+    import longstraw.training.loop  # noqa: F401 - loaded once for all ranks
     from longstraw.config import from_dict, load_model_config, to_dict
 
     hardware = {"name": "cpu", "backend": "cpu"}

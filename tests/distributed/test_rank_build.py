@@ -6,8 +6,8 @@ from building import Building
 
 from longstraw.config import AdapterConfig, load_model_config
 from longstraw.models import build_model, load_model
-from longstraw.models.adapter import add_adapter, save_adapter
-from longstraw.models.weights import save_model
+from longstraw.models.hf_weights import save_model
+from longstraw.models.lora import add_adapter, save_adapter
 
 CASES = [("qwen3_6_tiny", "none"), ("qwen3_6_tiny", "lora"), ("glm_5_2_tiny", "lora")]
 

@@ -7,11 +7,11 @@ import torch
 from counting import Counting, count
 
 from longstraw.config import HardwareConfig, SimulationConfig, from_dict, load_model_config, to_dict
-from longstraw.emulate import emulate
-from longstraw.observe import Progress
-from longstraw.played import stated_counts
-from longstraw.simulate import simulate
-from longstraw.stepped import _ends
+from longstraw.simulation.emulate import emulate
+from longstraw.simulation.sampled_model import _ends
+from longstraw.simulation.simulate import simulate
+from longstraw.simulation.single_rank import stated_counts
+from longstraw.training.monitor import Progress
 
 BLOCK = 512
 APART = 8 * BLOCK  # numbers that a process makes once, such as the state of a generator

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from cases import Case, build, hardware, request
 
-from longstraw.budget.traffic import bytes_sent
 from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
-from longstraw.model_config import DEFAULT_TARGETS
-from longstraw.parallel.sizes import rank_sizes
+from longstraw.config.model import DEFAULT_TARGETS
+from longstraw.memory.estimate.traffic import bytes_sent
+from longstraw.parallel.parallel_dims import rank_sizes
 
 EVEN = ((129, (16, 32)),)  # every rank has as many tokens for every expert
 CASES = {

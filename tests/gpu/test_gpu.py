@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
-from longstraw.observe import Progress, Watch
 from longstraw.selfcheck import check_ops
-from longstraw.simulate import simulate
-from longstraw.trainer import build_trainer
+from longstraw.simulation.simulate import simulate
+from longstraw.training.monitor import Progress, Watch
+from longstraw.training.trainer import build_trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
 

@@ -9,7 +9,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 
 pytest.importorskip("triton")
 pytest.importorskip("fla")

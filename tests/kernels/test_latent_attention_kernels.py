@@ -9,7 +9,7 @@ from interpreter import shuffled_programs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 from longstraw.ops.latent import fused, reference
 
 SCALE = 0.3

@@ -10,7 +10,7 @@ from interpreter import shuffled_programs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from longstraw.memory import MemoryMeter
+from longstraw.memory.meter import MemoryMeter
 from longstraw.ops.latent import fused, reference
 
 CASES = [(0, 1, 4), (0, 6, 3), (20, 4, 5), (30, 1, 100), (7, 5, 1)]  # retained, new, rows a query

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from longstraw import budget
-from longstraw.budget import flops, predict, qwen3_6, standing
-from longstraw.budget.sizes import Lengths, StateShapes
 from longstraw.config import from_dict, option
-from longstraw.memory import MemoryMeter
+from longstraw.memory import estimate as budget
+from longstraw.memory.estimate import flops, predict, qwen3_6, standing
+from longstraw.memory.estimate.sizes import Lengths, StateShapes
+from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
-from longstraw.observe import Progress, Watch
-from longstraw.train import build_trainer
+from longstraw.training.loop import build_trainer
+from longstraw.training.monitor import Progress, Watch
 
 TOTAL, VERB = 0.02, 0.03  # relative
 EXACT_KINDS = set(budget.KINDS) - {"activations"}

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from longstraw.budget import KINDS, attention_pass, predict
-from longstraw.budget.ledger import Ledger
-from longstraw.budget.ranks import Block, Layout
-from longstraw.budget.sizes import Lengths, StateShapes
 from longstraw.config import from_dict, option
-from longstraw.simulate import simulate
+from longstraw.memory.estimate import KINDS, attention_pass, predict
+from longstraw.memory.estimate.ledger import Ledger
+from longstraw.memory.estimate.ranks import Block, Layout
+from longstraw.memory.estimate.sizes import Lengths, StateShapes
+from longstraw.simulation.simulate import simulate
 
 PEAK, VERB = 0.008, 0.016  # relative: half of what is claimed of the peak
 EXACT_KINDS = ("parameters", "gradients", "optimizer", "retained", "state_gradient", "snapshots", "inputs")

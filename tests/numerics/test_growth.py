@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.train import run_job
+from longstraw.training.loop import run_job
 
 
 def peak(folder, context, group_size, **changes):

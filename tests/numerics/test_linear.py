@@ -6,7 +6,7 @@ from glm_helpers import glm_model
 from helpers import relative, tiny_model
 from torch import nn
 
-from longstraw.layers.linear import WideLinear
+from longstraw.layers.cpu_linear import WideLinear
 from longstraw.ops import linear as op
 from longstraw.ops.moe import MOE
 

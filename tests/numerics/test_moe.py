@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.layers.feedforward import MixtureOfExperts, Router
 from longstraw.models import build_model
 from longstraw.ops import choose_ops
-from longstraw.ops.counts import counts, counts_stated
+from longstraw.ops.host_sync import counts, counts_stated
 from longstraw.ops.moe import mix_experts, route
 
 F64 = torch.float64

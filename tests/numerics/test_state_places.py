@@ -7,15 +7,16 @@ import torch
 from glm_helpers import glm_gradients, glm_model, plain_glm_ops
 from helpers import furthest, make_group, plain_ops, relative, take_gradients, tiny_model, whole, worst
 
-from longstraw.budget import predict, qwen3_6
 from longstraw.config import AlgorithmConfig, StateConfig, from_dict, option
 from longstraw.grpo import advantages, branch_loss, denominators
-from longstraw.memory import MemoryMeter
-from longstraw.observe import Progress, Watch
-from longstraw.ops import attention, staging
+from longstraw.memory.estimate import predict, qwen3_6
+from longstraw.memory.meter import MemoryMeter
+from longstraw.ops import attention
+from longstraw.ops import host_offload as staging
 from longstraw.state import Appended, Past
 from longstraw.step import grpo_step
-from longstraw.trainer import build_trainer
+from longstraw.training.monitor import Progress, Watch
+from longstraw.training.trainer import build_trainer
 
 BAR = 1e-12
 CHUNK, TILE = 64, 48

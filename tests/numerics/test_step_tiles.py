@@ -60,7 +60,7 @@ def test_nothing_else_grows_with_the_prompt(backend, small_tiles):
 
 
 def test_joined_rows_would_be_seen(small_tiles, monkeypatch):
-    monkeypatch.setattr("longstraw.ops.context.attend", plain_attend)
+    monkeypatch.setattr("longstraw.ops.sequence_ops.attend", plain_attend)
     model = tiny_model(num_hidden_layers=2, dtype=torch.float32)
     assert largest_tensor(model, 1025) > 1.5 * largest_tensor(model, 513)
 

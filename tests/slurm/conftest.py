@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import longstraw.slurm
+import longstraw.launch.slurm
 import longstraw.status
 
 HERE = Path(__file__).parent
@@ -74,8 +74,8 @@ def point(cluster):
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("SLURM_CONF", str(cluster / "etc" / "slurm.conf"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr(longstraw.slurm, "POLL_SECONDS", 1.0)
-        for module in (longstraw.slurm, longstraw.status):  # nothing lags where all is on one disk
+        patch.setattr(longstraw.launch.slurm, "POLL_SECONDS", 1.0)
+        for module in (longstraw.launch.slurm, longstraw.status):  # nothing lags where all is on one disk
             patch.setattr(module, "LAG_SECONDS", 3.0)
         return call
 
@@ -156,7 +156,7 @@ import importlib.abc, importlib.util, os, sys
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "longstraw.train":
+        if name == "longstraw.training.loop":
             return importlib.util.spec_from_file_location(name, os.path.join(os.path.dirname(__file__), "loop.py"))
 
 sys.meta_path.insert(0, Finder())
@@ -165,8 +165,8 @@ sys.meta_path.insert(0, Finder())
 LOOP = """
 import os, signal, time
 from pathlib import Path
-from longstraw.record import append_row, latest_attempt
-from longstraw.stop import Preempted, Stop, Superseded
+from longstraw.tracking.recorder import append_row, latest_attempt
+from longstraw.runtime.preemption import Preempted, Stop, Superseded
 
 if "SLOWLY" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:  # as where torch is loaded from a full disk
     folder, deadline = Path(os.environ["SLOWLY"]), time.monotonic() + 60

@@ -18,7 +18,7 @@ SECONDS = 240  # for all of them
 def start(run_dir):
     """Fork the ranks of a job; return their process ids."""
     from longstraw.config import from_dict
-    from longstraw.job import execute
+    from longstraw.launch.worker import execute
 
     world = from_dict(json.loads((run_dir / "spec.json").read_text())["config"]).hardware.world_size
     pids = []
@@ -54,7 +54,7 @@ def wait(pids, deadline):
 
 
 def main(folder):
-    for name in ("longstraw.train", "longstraw.parallel.ranks", "torch._dynamo"):
+    for name in ("longstraw.training.loop", "longstraw.runtime.rendezvous", "torch._dynamo"):
         importlib.import_module(name)  # once for all ranks, also what torch would load at its first step
     deadline, ended = time.monotonic() + SECONDS, []
     for path in sorted(folder.glob("*/spec.json")):

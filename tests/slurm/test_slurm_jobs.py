@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from longstraw import launch, status, submit
-from longstraw import slurm as slurm_module
+from longstraw import status
 from longstraw.config import ConfigError, from_dict, load_model_config, to_dict
-from longstraw.job import write_json
-from longstraw.table import read_json, read_lines, read_rows, read_steps
+from longstraw.launch import executors as submit
+from longstraw.launch import jobs as launch
+from longstraw.launch import slurm as slurm_module
+from longstraw.tracking.run_folder import read_json, read_lines, read_rows, read_steps, write_json
 
 pytestmark = pytest.mark.slurm
 

@@ -19,12 +19,13 @@ from types import SimpleNamespace
 import pytest
 
 from analysis.wandb_files import read_runs
-from longstraw import launch, status
-from longstraw import slurm as slurm_module
-from longstraw.checkpoint import read_state
+from longstraw import status
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.schema import flatten, numbers, records_path
-from longstraw.table import read_json, read_lines, read_steps
+from longstraw.launch import jobs as launch
+from longstraw.launch import slurm as slurm_module
+from longstraw.tracking.run_folder import read_json, read_lines, read_steps
+from longstraw.tracking.schema import flatten, numbers, records_path
+from longstraw.training.checkpoint import read_state
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.models import build_model
 from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
-from longstraw.ops.counts import counts_stated
+from longstraw.ops.host_sync import counts_stated
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
 from longstraw.ops.moe import mix_experts

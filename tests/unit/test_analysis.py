@@ -15,7 +15,7 @@ from analysis import capacity, reuse
 from analysis.figures import draw_capacity, short_count
 from analysis.records import NoRecords, find_files, load_jobs, read_rows
 from analysis.tables import latex, markdown
-from longstraw.schema import complete, to_line
+from longstraw.tracking.schema import complete, to_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = {

@@ -11,7 +11,7 @@ import pytest
 
 from analysis import memory, memory_figures, notebook
 from analysis.records import load_jobs, read_rows
-from longstraw.schema import check, complete, to_line
+from longstraw.tracking.schema import check, complete, to_line
 from longstraw.units import GB
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from math import prod
 
 import pytest
 
-from longstraw.budget import flops, parameter_shapes, predict, step_flops
 from longstraw.config import from_dict, load_model_config, option
+from longstraw.memory.estimate import flops, parameter_shapes, predict, step_flops
 
 BIG = load_model_config("qwen3_6_27b")
 PROMPT = 2**20
@@ -120,5 +120,7 @@ def test_scoring_and_a_retained_prompt():
 
 
 def test_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import longstraw.budget; longstraw.budget.predict"
+    code = (
+        "import sys; sys.modules['torch'] = None; import longstraw.memory.estimate; longstraw.memory.estimate.predict"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

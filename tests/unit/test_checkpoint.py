@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from longstraw import checkpoint
-from longstraw.checkpoint import CheckpointMismatchError, Checkpoints, agreed, read_state
-from longstraw.failures import RankLostError
-from longstraw.stop import Preempted, Stop
+from longstraw.errors import RankLostError
+from longstraw.runtime.preemption import Preempted, Stop
+from longstraw.training import checkpoint
+from longstraw.training.checkpoint import CheckpointMismatchError, Checkpoints, agreed, read_state
 
 
 def training(seed=0, *, width=3, fused=True, dtype=torch.float32):
@@ -226,7 +226,9 @@ def test_a_full_disk_leaves_the_older_one(tmp_path, monkeypatch):
     parameters, optimizer = training()
     checkpoints = Checkpoints(tmp_path, parameters, optimizer)
     checkpoints.save(1)
-    monkeypatch.setattr("longstraw.checkpoint.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "longstraw.training.checkpoint.os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(OSError, match="No space left"):
         checkpoints.save(2)
     monkeypatch.undo()

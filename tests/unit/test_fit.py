@@ -2,9 +2,9 @@
 
 import pytest
 
-from longstraw import fit
-from longstraw.budget import predict
 from longstraw.config import ConfigError, from_dict, option
+from longstraw.memory import fit
+from longstraw.memory.estimate import predict
 
 H20 = option("hardware", "h20x8")
 

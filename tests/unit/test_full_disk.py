@@ -8,10 +8,10 @@ import subprocess
 
 import pytest
 
-from longstraw import launch
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.observe import Watch
-from longstraw.table import read_json, read_lines, read_steps
+from longstraw.launch import jobs as launch
+from longstraw.tracking.run_folder import read_json, read_lines, read_steps
+from longstraw.training.monitor import Watch
 
 STEPS = 3
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 48}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from longstraw.memory import KINDS, MemoryMeter
+from longstraw.memory.meter import KINDS, MemoryMeter
 
 KB = 1024  # bytes of 256 float32
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longstraw.memory import MemoryMeter
-from longstraw.observe import Peaks, Progress, Watch
+from longstraw.memory.meter import MemoryMeter
+from longstraw.training.monitor import Peaks, Progress, Watch
 
 
 class Allocator:

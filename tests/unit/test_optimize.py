@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from longstraw.config import ConfigError, OptimizerConfig
-from longstraw.memory import MemoryMeter
-from longstraw.optimize import Optimizer
+from longstraw.memory.meter import MemoryMeter
+from longstraw.training.optimizer import Optimizer
 
 LOSS = torch.tensor(1.0)
 

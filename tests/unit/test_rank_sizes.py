@@ -4,7 +4,7 @@ import pytest
 
 from longstraw.config import ConfigError, HardwareConfig
 from longstraw.models import build_model
-from longstraw.parallel.sizes import Sizes, rank_sizes
+from longstraw.parallel.parallel_dims import Sizes, rank_sizes
 
 
 def sizes(model, hardware, **overrides):

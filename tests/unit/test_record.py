@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from longstraw import provenance
 from longstraw.config import HardwareConfig, NeedleConfig, RunConfig, load_model_config
-from longstraw.record import Recorder, RecordError, append_row, constant_keys, latest_attempt, startup_facts
-from longstraw.schema import KEYS, check, complete, flatten, numbers, to_line
+from longstraw.tracking import provenance
+from longstraw.tracking.recorder import Recorder, RecordError, append_row, constant_keys, latest_attempt, startup_facts
+from longstraw.tracking.schema import KEYS, check, complete, flatten, numbers, to_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -230,7 +230,7 @@ def test_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path, monkeypa
 def test_recording_needs_neither_torch_nor_wandb(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['wandb'] = None\n"
-        "from longstraw.record import Recorder, startup_facts\n"
+        "from longstraw.tracking.recorder import Recorder, startup_facts\n"
         f"with Recorder({str(tmp_path)!r}, run_id='r', constants=startup_facts()) as recorder:\n"
         "    recorder.log({'step': 0, 'status': 'ok'})\n"
     )

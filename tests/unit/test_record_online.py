@@ -11,8 +11,8 @@ import time
 import pytest
 
 from analysis.wandb_files import read_runs
-from longstraw import record
-from longstraw.record import Recorder
+from longstraw.tracking import recorder as record
+from longstraw.tracking.recorder import Recorder
 
 wandb = pytest.importorskip("wandb")
 ENTITY = "nobody"
@@ -166,7 +166,7 @@ def test_with_a_key_runs_go_online_and_attempts_become_one_run(server, tmp_path,
     assert (run["group"], run["exit"], run["config"]["a"], run["config"]["attempt"]) == ("sweep", 0, {"b": 1}, 1)
     assert [row["step"] for row in run["history"]] == [*range(6), *range(3, 9)]
     assert run["history"][4]["seconds_by_verb/replay"] == 4
-    assert [entry for entry in caplog.records if entry.name == "longstraw.record"] == []
+    assert [entry for entry in caplog.records if entry.name == "longstraw.tracking.recorder"] == []
 
 
 def test_a_server_that_goes_away_holds_nobody_up(server, tmp_path, monkeypatch):
@@ -187,6 +187,6 @@ def test_without_a_server_a_run_goes_on_offline(server, tmp_path, monkeypatch, c
     monkeypatch.setattr(record, "INIT_SECONDS", 2)
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         log_steps(recorder, range(3))
-    (warning,) = [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.record"]
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.recorder"]
     assert warning.startswith("W&B: online failed")
     assert eventually(lambda: any(len(run.history) == 3 for run in read_runs(tmp_path / "run")))

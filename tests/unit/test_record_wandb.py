@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from analysis.wandb_files import read_run, read_runs
-from longstraw import record
 from longstraw.config import TrackingConfig
-from longstraw.record import Recorder
-from longstraw.schema import flatten, numbers
+from longstraw.tracking import recorder as record
+from longstraw.tracking.recorder import Recorder
+from longstraw.tracking.schema import flatten, numbers
 
 pytest.importorskip("wandb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def finished_runs(run_dir):
 
 
 def warnings(caplog):
-    return [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.record"]
+    return [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.recorder"]
 
 
 def test_offline_files_hold_what_the_record_holds(tmp_path, caplog):
@@ -103,7 +103,7 @@ def test_a_failed_run_says_so(tmp_path):
 
 CHILD = """
 import os, sys, time
-from longstraw.record import Recorder
+from longstraw.tracking.recorder import Recorder
 recorder = Recorder(sys.argv[1], run_id="abc")
 cores = []
 for step in range(2400):  # two minutes and more: whoever started this may be gone

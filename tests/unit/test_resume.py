@@ -7,14 +7,16 @@ import threading
 
 import pytest
 
-from longstraw import resume, train, trainer
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.observe import Watch
-from longstraw.record import records_path
-from longstraw.resume import last_step
-from longstraw.schema import numbers
-from longstraw.stop import Stop, Superseded
-from longstraw.train import run_job
+from longstraw.runtime.preemption import Stop, Superseded
+from longstraw.tracking.recorder import records_path
+from longstraw.tracking.schema import numbers
+from longstraw.training import checkpoint_policy as resume
+from longstraw.training import loop as train
+from longstraw.training import trainer
+from longstraw.training.checkpoint_policy import last_step
+from longstraw.training.loop import run_job
+from longstraw.training.monitor import Watch
 
 STEPS = 4
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 48}

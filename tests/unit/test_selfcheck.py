@@ -6,10 +6,11 @@ import pytest
 import torch
 from test_train import job
 
-from longstraw import selfcheck, train
+from longstraw import selfcheck
 from longstraw.config import load_model_config
 from longstraw.ops import choose_ops
 from longstraw.selfcheck import SelfCheckError, check_job, check_ops, main, require
+from longstraw.training import loop as train
 
 CPU = torch.device("cpu")
 SIZES = {"positions": 9, "rows": 40}

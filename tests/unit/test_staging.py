@@ -5,9 +5,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longstraw.config import ConfigError, StateConfig
-from longstraw.memory import MemoryMeter
-from longstraw.ops import staging
-from longstraw.ops.staging import HostRows, Staging, buffers_to_add, host_empty, tiles, whole
+from longstraw.memory.meter import MemoryMeter
+from longstraw.ops import host_offload as staging
+from longstraw.ops.host_offload import HostRows, Staging, buffers_to_add, host_empty, tiles, whole
 from longstraw.state import Appended, RowStorage
 
 CPU = torch.device("cpu")

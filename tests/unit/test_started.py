@@ -3,10 +3,10 @@ import json
 import pytest
 
 from longstraw.config import ConfigError, HardwareConfig
-from longstraw.failures import RankLostError, describe, status_of
-from longstraw.parallel import started as module
-from longstraw.parallel.started import Started, check_world_size, started, threads
-from longstraw.parallel.words import first_word, read_word, word_of, words_folder, write_word
+from longstraw.errors import RankLostError, describe, status_of
+from longstraw.runtime import process_info as module
+from longstraw.runtime.failure_files import first_word, read_word, word_of, words_folder, write_word
+from longstraw.runtime.process_info import Started, check_world_size, started, threads
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "8"}
 STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "4"}

@@ -6,12 +6,13 @@ import socket
 
 import pytest
 
-from longstraw import slurm, status
+from longstraw import status
 from longstraw.config import from_dict, load_model_config, to_dict
-from longstraw.job import leave_word, write_json
-from longstraw.logs import failed_tail, tail
-from longstraw.table import read_json, read_rows, read_steps
-from longstraw.watch import Line
+from longstraw.launch import slurm
+from longstraw.launch.display import Line
+from longstraw.launch.logs import failed_tail, tail
+from longstraw.launch.result import leave_word
+from longstraw.tracking.run_folder import read_json, read_rows, read_steps, write_json
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longstraw.together import merge, together
+from longstraw.training.rank_metrics import merge, together
 
 
 def row(peak, loss, positions, seconds, verb="replay", kl=None):

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longstraw.parallel.collectives import labelled
-from longstraw.parallel.traffic import TrafficMeter
+from longstraw.parallel.comm_meter import TrafficMeter
 
 WORLD, RANK = 8, 3
 THREADS = set()  # in which a backward ran

@@ -2,9 +2,9 @@
 
 import pytest
 
-from longstraw.budget.traffic import bytes_sent
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
-from longstraw.parallel.sizes import rank_sizes
+from longstraw.memory.estimate.traffic import bytes_sent
+from longstraw.parallel.parallel_dims import rank_sizes
 
 CHUNK, RESPONSE = 16384, 8192
 

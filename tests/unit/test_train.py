@@ -8,8 +8,8 @@ import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.models import build_model, load_model
-from longstraw.schema import KEYS, numbers
-from longstraw.train import run_job
+from longstraw.tracking.schema import KEYS, numbers
+from longstraw.training.loop import run_job
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -123,7 +123,7 @@ def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr("longstraw.trainer.finish_step", fail)
+    monkeypatch.setattr("longstraw.training.trainer.finish_step", fail)
     with pytest.raises(torch.OutOfMemoryError):
         run_job(job(), tmp_path, run_id="x")
     (row,) = rows(tmp_path)

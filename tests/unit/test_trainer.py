@@ -2,7 +2,7 @@
 
 import pytest
 
-from longstraw.trainer import group_number
+from longstraw.training.trainer import group_number
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])

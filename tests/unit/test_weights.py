@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from longstraw import build_model, load_model
 from longstraw.config import ConfigError
-from longstraw.models import weights
-from longstraw.models.weights import CheckpointError, load_weights, save_model
+from longstraw.models import hf_weights as weights
+from longstraw.models.hf_weights import CheckpointError, load_weights, save_model
 
 MODELS = ("qwen3_6_tiny", "glm_5_2_tiny")
 SMALL = {"qwen3_6_tiny": {"num_hidden_layers": 4}, "glm_5_2_tiny": {"num_hidden_layers": 4}}

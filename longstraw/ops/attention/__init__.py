@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.attention import cpu, fused, reference
-from longstraw.ops.staging import PastBuffers, PastRows, Rows, tiles
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, tiles
 
 ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
 

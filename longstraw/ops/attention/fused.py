@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
-from longstraw.ops.deferred import DeferredModule
-from longstraw.ops.scratch import scratch
-from longstraw.workspace import flash_backward_bytes, flash_forward_bytes
+from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes
+from longstraw.ops.lazy_module import DeferredModule
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 kernels = DeferredModule("longstraw.ops.attention.kernels")

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.conv import reference
-from longstraw.ops.deferred import DeferredModule
-from longstraw.ops.scratch import scratch
-from longstraw.workspace import conv_backward_bytes, conv_forward_bytes
+from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.kernel_workspace import conv_backward_bytes, conv_forward_bytes
+from longstraw.ops.lazy_module import DeferredModule
 
 kernels = DeferredModule("longstraw.ops.conv.kernels")
 

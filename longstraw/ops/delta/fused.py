@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.delta import reference
-from longstraw.ops.scratch import scratch
-from longstraw.workspace import delta_backward_bytes, delta_forward_bytes
+from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.kernel_workspace import delta_backward_bytes, delta_forward_bytes
+from longstraw.ops.lazy_module import DeferredModule
 
 kernels = DeferredModule("longstraw.ops.delta.kernels")
 

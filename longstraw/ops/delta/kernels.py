@@ -11,7 +11,7 @@ from fla.ops.utils import chunk_local_cumsum
 from fla.ops.utils.constant import RCP_LN2
 from torch import Tensor
 
-from longstraw.model_config import INNER_CHUNK
+from longstraw.config.model import INNER_CHUNK
 
 HOPPER = 9
 WRONG_FROM, RIGHT_FROM = (3, 4, 0), (3, 7, 1)  # Triton on Hopper: fla's issue 640

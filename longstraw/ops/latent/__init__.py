@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, buffers_to_add, whole
 from longstraw.ops.latent import fused, reference
 from longstraw.ops.latent.reference import Buffers
 from longstraw.ops.latent.reference import Rows as RowPair
-from longstraw.ops.staging import PastBuffers, PastRows, Rows, buffers_to_add, whole
 
 
 class LatentKernels(Protocol):

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longstraw.ops.deferred import DeferredModule
 from longstraw.ops.latent.reference import Buffers, Rows
+from longstraw.ops.lazy_module import DeferredModule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WEIGHT_TILE = 2**25  # attention weights kept between the two kernels of the backward, 64 MiB in bfloat16, twice

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.deferred import DeferredModule
+from longstraw.ops.lazy_module import DeferredModule
 from longstraw.ops.logprob import reference
 
 SPLIT = 4096  # columns that one program of the forward reduces

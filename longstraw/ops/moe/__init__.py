@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.counts import counts
+from longstraw.ops.host_sync import counts
 from longstraw.ops.moe import cpu, reference
 
 

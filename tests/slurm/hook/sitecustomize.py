@@ -20,7 +20,7 @@ class Hook(importlib.abc.MetaPathFinder):
     """Change the training loop as soon as it is loaded."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "longstraw.train":
+        if name != "longstraw.training.loop":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         run = spec.loader.exec_module
@@ -71,8 +71,9 @@ class Places:
 
 
 def change(train):
-    from longstraw import checkpoint, optimize
-    from longstraw.observe import Progress
+    from longstraw.training import checkpoint
+    from longstraw.training import optimizer as optimize
+    from longstraw.training.monitor import Progress
 
     run_job, start, advance = train.run_job, Progress.start, Progress.advance
     sums, update = checkpoint._sums, optimize.Optimizer._step

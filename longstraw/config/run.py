@@ -1,0 +1,347 @@
+"""The configuration of one job as typed objects.
+
+Hydra composes YAML files against these classes; past ``longstraw.run`` only the objects travel. The model's part is in
+``model.py``, the hardware's in ``hardware.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
+from longstraw.config.model import (
+    ARCHITECTURES,
+    INNER_CHUNK,
+    ConfigError,
+    ModelConfig,
+    at_least,
+    choose,
+    option,
+    read_model_config,
+    typed,
+)
+from longstraw.units import parse_count
+
+PROMPT_GRADS = ("detached", "exact")
+ROW_DTYPES = ("float32", "bfloat16")
+MODES = ("auto", "run", "simulate", "emulate")
+
+
+@dataclass
+class AdapterConfig:
+    """What is trained: ``none`` means every parameter, ``lora`` low-rank adapters on a model that is frozen.
+
+    ``auto`` is what the model's configuration says, and never the name in a finished ``RunConfig``.
+    """
+
+    name: str = "none"
+    rank: int = 16
+    alpha: int = 32  # what an adapter adds is scaled by alpha / rank
+    targets: list[str] = field(default_factory=list)  # module names such as q_proj; empty: the architecture's own list
+    checkpoint: str | None = None  # a folder in PEFT's format to start from; its own rank, alpha and targets hold
+
+    def __post_init__(self) -> None:
+        choose("adapter", self.name, ("auto", "none", "lora"))
+        for key in ("rank", "alpha"):
+            at_least(f"adapter.{key}", getattr(self, key), 1)
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+
+
+@dataclass
+class NeedleConfig(DataConfig):
+    """A made retrieval task: a key and its value hidden at a drawn depth of real text."""
+
+    name: str = "needle"
+    haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
+    depth: list[float] = field(default_factory=lambda: [0.0, 1.0])  # drawn between these fractions of the prompt
+    correct_fraction: float = 0.5  # of the made responses that answer rightly
+    ragged: bool = True  # responses of drawn lengths up to response_length; false: all of that length
+
+    def __post_init__(self) -> None:
+        if len(self.depth) != 2 or not 0 <= self.depth[0] <= self.depth[1] <= 1:
+            raise ConfigError(f"data.depth={self.depth} must be two rising fractions between 0 and 1")
+        if not 0 <= self.correct_fraction <= 1:
+            raise ConfigError(f"data.correct_fraction={self.correct_fraction} must lie between 0 and 1")
+
+
+@dataclass
+class JsonlConfig(DataConfig):
+    """The user's own prompts, responses and rewards, one prompt a line."""
+
+    name: str = "jsonl"
+    path: str = MISSING
+    on_error: str = "stop"  # stop | skip
+    truncate: str | None = None  # None | left | right: what to cut from a prompt that is too long
+    tokenizer: str | None = None  # a folder; None: the checkpoint's, or bytes where there is no checkpoint
+
+    def __post_init__(self) -> None:
+        choose("data.on_error", self.on_error, ("stop", "skip"))
+        if self.truncate is not None:
+            choose("data.truncate", self.truncate, ("left", "right"))
+
+
+DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig}
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy loss; see ``longstraw.grpo`` for the formulas."""
+
+    name: str = "grpo"
+    scale_rewards: bool = True  # divide the advantage by the group's standard deviation
+    importance: str = "token"  # token | sequence: what the clipped ratio is of
+    normalize: str = "response"  # response | group | constant: what a token's loss is divided by
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    old_logprobs: str = "data"  # data: as given, on policy where absent; score: on the retained state; none: on policy
+
+    def __post_init__(self) -> None:
+        choose("algorithm.importance", self.importance, ("token", "sequence"))
+        choose("algorithm.normalize", self.normalize, ("response", "group", "constant"))
+        choose("algorithm.old_logprobs", self.old_logprobs, ("data", "score", "none"))
+        for key in ("clip_low", "clip_high", "kl_coef"):
+            at_least(f"algorithm.{key}", getattr(self, key), 0)
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"  # adamw | none: gradients only
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    gradient_dtype: str = "float32"  # float32 | model: what gradients add up in where the model's dtype is narrower
+    device: str | None = None  # cpu: parameters are updated and the optimizer's state lies there; None: the model's
+
+    def __post_init__(self) -> None:
+        choose("optimizer.name", self.name, ("adamw", "none"))
+        choose("optimizer.gradient_dtype", self.gradient_dtype, ("float32", "model"))
+        if self.device is not None:
+            choose("optimizer.device", self.device, ("cpu",))
+        for key in ("lr", "eps", "weight_decay"):
+            at_least(f"optimizer.{key}", getattr(self, key), 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas={self.betas} must be two numbers from 0 to below 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:  # torch would turn the gradient round
+            raise ConfigError(f"optimizer.max_grad_norm={self.max_grad_norm} must be above 0; null: no clipping")
+
+
+@dataclass
+class StateConfig:
+    """How the rows that are retained of a prompt are kept: keys and values, latents. Summaries stay as they are."""
+
+    dtype: str | None = None  # float32 | bfloat16; None: the model's
+    gradient_dtype: str | None = None  # of what they are owed: float32 | bfloat16; None: at least float32
+    device: str | None = None  # cpu: in host memory, brought to the device when they are read; None: the model's
+
+    def __post_init__(self) -> None:
+        for key, names in (("dtype", ROW_DTYPES), ("gradient_dtype", ROW_DTYPES), ("device", ("cpu",))):
+            if getattr(self, key) is not None:
+                choose(f"state.{key}", getattr(self, key), names)
+
+
+@dataclass
+class CheckpointConfig:
+    """When a job writes down where it is: also whenever it is asked to end, and only at a refresh of the prompt."""
+
+    every: int | None = None  # optimizer steps from one to the next; None: as many as ``minutes`` take
+    minutes: float = 10.0
+    keep_last: int = 2
+    requeue: bool = True  # once asked to end, go back into SLURM's queue and continue
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 1), ("minutes", 0), ("keep_last", 1)):
+            at_least(f"checkpoint.{key}", getattr(self, key), least)
+
+
+@dataclass
+class TrackingConfig:
+    """W&B, the record's mirror. ``auto``: online where a key is configured, offline otherwise."""
+
+    mode: str = "auto"
+    project: str = "longstraw"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        choose("tracking.mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class RunConfig:
+    """One job. ``context``, ``response_length``, ``chunk`` and ``prompt_grad_window`` become ints in ``finalize``."""
+
+    model: ModelConfig = MISSING
+    hardware: HardwareConfig = MISSING
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    data: DataConfig = MISSING
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    state: StateConfig = field(default_factory=StateConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    group_size: int = 2
+    context: Any = "2.1M"  # positions of one branch: prompt + response
+    response_length: Any = "${model.response_length}"
+    chunk: Any = "${model.chunk}"  # prompt positions evaluated at a time, over all ranks
+    prompt_grad: str = "detached"
+    prompt_grad_window: Any = None  # prompt positions the gradient walks back through; None: all
+    refresh_every: int = 1  # optimizer steps that share one retained prompt
+    measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
+    steps: int = 1
+    seed: int = 0
+    selfcheck: str = "auto"  # auto: a CUDA job first compares its kernels with their references | off
+    save: bool = False  # at the end, the trained model or adapter in the run's folder
+    claim: str | None = None
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        for key, least in COUNTS.items():
+            if getattr(self, key) is not None:
+                try:
+                    setattr(self, key, parse_count(getattr(self, key), least=least))
+                except ValueError as error:
+                    raise ConfigError(f"{key}: {error}") from None
+        if self.adapter.name == "auto":
+            self.adapter = replace(self.adapter, name=self.model.default_adapter)
+        self._check()
+
+    def _check(self) -> None:
+        choose("mode", self.mode, MODES)
+        choose("prompt_grad", self.prompt_grad, PROMPT_GRADS)
+        choose("selfcheck", self.selfcheck, ("auto", "off"))
+        if self.group_size < 2:
+            raise ConfigError(
+                f"group_size={self.group_size}: advantages compare the responses of a group, so a group has two or "
+                "more; use group_size=2"
+            )
+        for key in ("refresh_every", "steps"):
+            at_least(key, getattr(self, key), 1)
+        if self.simulation.rank >= self.hardware.world_size:
+            last = self.hardware.world_size - 1
+            raise ConfigError(f"simulation.rank={self.simulation.rank}: the ranks of this hardware are 0 to {last}")
+        if self.chunk % INNER_CHUNK:
+            raise ConfigError(f"chunk={self.chunk} is no multiple of {INNER_CHUNK}")
+        if self.response_length >= self.context:
+            raise ConfigError(
+                f"response_length={self.response_length} leaves no prompt in context={self.context}; context counts "
+                "the prompt and one response"
+            )
+        if self.prompt_grad == "exact" and self.refresh_every > 1:
+            raise ConfigError(
+                f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
+                "first optimizer step, so it has no exact gradient; use refresh_every=1 or prompt_grad=detached"
+            )
+
+    @property
+    def processes(self) -> HardwareConfig:
+        """What the job's processes ask for: one where a rank is played, whatever the hardware."""
+        played = self.mode in ("simulate", "emulate")
+        return self.hardware.played(device=self.mode == "emulate") if played else self.hardware
+
+    @property
+    def prompt_positions(self) -> int:
+        return self.context - self.response_length
+
+
+def gradient_start(positions: int, chunk: int, prompt_grad: str, window: int | None) -> int | None:
+    """Return the first of ``positions`` retained ones whose state gets a gradient, or None if none does.
+
+    A window counts back from the last retained position, rounded up to a chunk border.
+    """
+    choose("prompt_grad", prompt_grad, PROMPT_GRADS)
+    if window is not None and window < 0:
+        raise ValueError(f"prompt_grad_window={window} must be 0 or more, or None for the whole prompt")
+    if prompt_grad == "detached" or window == 0 or positions == 0:
+        return None
+    return 0 if window is None else max(positions - window, 0) // chunk * chunk
+
+
+GROUPS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "hardware": HardwareConfig,
+    "adapter": AdapterConfig,
+    "data": DataConfig,
+    "algorithm": AlgorithmConfig,
+    "optimizer": OptimizerConfig,
+    "state": StateConfig,
+    "launch": LaunchConfig,
+    "simulation": SimulationConfig,
+    "checkpoint": CheckpointConfig,
+    "tracking": TrackingConfig,
+}
+COUNTS = {"context": 2, "response_length": 1, "chunk": INNER_CHUNK, "prompt_grad_window": 0}  # key: least value
+
+
+def schema_of(group: str, values: Mapping[str, Any]) -> type[Any]:
+    """Return the class of one part of a run: the model's by ``architecture``, the data's by ``name``."""
+    if group == "model":
+        choose("model.architecture", values.get("architecture"), tuple(ARCHITECTURES))
+        return ARCHITECTURES[values["architecture"]]
+    if group == "data":
+        choose("data", values.get("name"), tuple(DATA))
+        return DATA[values["name"]]
+    return GROUPS[group]
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """Return the run that nested plain dicts describe; the inverse of ``to_dict``. Checks everything again."""
+    known = {f.name for f in fields(RunConfig)}
+    for key in values:
+        choose("key", key, tuple(sorted(known)))
+    absent = sorted({"model", "hardware", "data"} - set(values))
+    if absent:
+        raise ConfigError(f"a run without {', '.join(absent)}")
+    parts = {key: typed(schema_of(key, values[key]), values[key], key) for key in GROUPS if key in values}
+    plain = {key: value for key, value in values.items() if key not in GROUPS}
+    model = parts["model"]
+    for key in ("response_length", "chunk"):
+        if key not in plain:
+            plain[key] = getattr(model, key)
+    return RunConfig(**parts, **plain)
+
+
+def from_composed(composed: Any) -> RunConfig:
+    """Return the run that Hydra composed, interpolations resolved and a checkpoint's own sizes taken over."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} has no value; give {error.full_key}=...") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(values, dict)
+    config = from_dict({str(key): value for key, value in values.items()})
+    if config.model.checkpoint is not None:
+        kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
+        if config.model.rope_scaling.factor != 1:
+            kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's
+        config.model = read_model_config(config.model.checkpoint, **_typed_sizes(values["model"]), **kept)
+    return config
+
+
+def _typed_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a composed model that are not as its file in ``conf/model`` has them: a cut, an epsilon."""
+    listed: Any = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
+    others = ("checkpoint", "dtype", "rope_angles", "chunk", "response_length", "rope_scaling")
+    return {key: value for key, value in model.items() if key not in others and value != listed[key]}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return a typed configuration as plain nested dicts, for records and ``spec.json``."""
+    assert is_dataclass(config)
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

@@ -1,0 +1,114 @@
+"""Where a job can run: on this machine, through SLURM, or nowhere that has its hardware. Looks, and starts nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longstraw.config import ConfigError, HardwareConfig, RunConfig
+from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.runtime.process_info import check_world_size, started
+
+NEEDS_NONE = "mode=simulate needs no hardware, and model=qwen3_6_tiny hardware=cpu runs on any machine"
+
+
+@dataclass(frozen=True)
+class Place:
+    """``mode`` is never ``auto``; ``where`` is ``here``, ``slurm`` or, without the hardware, ``nowhere``."""
+
+    mode: str
+    where: str
+    why: str  # for the first line a user reads
+
+
+def resolve(config: RunConfig) -> Place:
+    """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing."""
+    place = find(config.hardware)
+    if config.mode in ("simulate", "emulate") or (config.mode == "auto" and place.where == "nowhere"):
+        return _played(config, place)
+    if place.where == "nowhere":
+        raise ConfigError(f"mode=run: {place.why}; {NEEDS_NONE}")
+    _check_ranks(config, place)
+    return place
+
+
+def _played(config: RunConfig, place: Place) -> Place:
+    """Return where one process plays a rank of the job's hardware: here."""
+    name = f"hardware={config.hardware.name}"
+    if started().world_size > 1:
+        raise ConfigError(f"mode={config.mode} is one process, whatever the ranks: start it without torchrun or srun")
+    rank_sizes(config.model, config.hardware)
+    if config.mode == "auto":
+        return Place("simulate", "here", place.why)
+    if config.mode == "simulate":
+        return Place("simulate", "here", f"{name} is not touched")
+    if config.hardware.backend == "cuda" and not visible_gpus():
+        raise ConfigError(f"mode=emulate plays a rank of {name} on one GPU, and none is visible here; {NEEDS_NONE}")
+    return Place("emulate", "here", f"rank {config.simulation.rank} of {name}; its values mean nothing")
+
+
+def _check_ranks(config: RunConfig, place: Place) -> None:
+    """Raise ``ConfigError`` where the job's ranks cannot be started, or others than its own were."""
+    hardware, me, name = config.hardware, started(), f"hardware={config.hardware.name}"
+    rank_sizes(config.model, hardware)
+    if me.by == "torchrun":
+        check_world_size(me, hardware)
+        if config.launch.detach:
+            raise ConfigError("launch.detach=true: torchrun waits for the ranks it started; leave one of the two out")
+    elif me.by == "slurm" and me.world_size > 1:
+        raise ConfigError(
+            f"srun started this command {me.world_size} times; start it once, it starts the ranks of {name} itself, or "
+            "let srun start torchrun on each node"
+        )
+    elif place.where == "here" and hardware.nodes > 1:
+        raise ConfigError(
+            f"{name} has {hardware.nodes} nodes and the job would run on this one alone ({place.why}); start it "
+            "outside an allocation with hardware.partition=..., or with torchrun on each node"
+        )
+
+
+def find(hardware: HardwareConfig) -> Place:
+    """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
+    name = f"hardware={hardware.name}"
+    if (me := started()).by == "torchrun":
+        return Place("run", "here", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})")
+    sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
+    if "SLURM_JOB_ID" in os.environ:
+        return Place("run", "here", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
+    if hardware.backend == "cpu":
+        if sbatch:
+            return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+        ranks = f"{hardware.world_size} ranks " if hardware.world_size > 1 else ""
+        return Place("run", "here", f"{ranks}on this machine's processor ({name})")
+    wanted, visible = hardware.nodes * max(hardware.gpus_per_node, 1), len(visible_gpus())
+    if hardware.nodes == 1 and visible >= wanted:
+        return Place("run", "here", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
+    if sbatch:
+        return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+    lacks = "sbatch is not on PATH" if hardware.partition is not None else "hardware.partition names no SLURM partition"
+    shape = (
+        f"{hardware.nodes} nodes with {hardware.gpus_per_node} GPUs each"
+        if hardware.nodes > 1
+        else f"{wanted} GPU{'s' * (wanted > 1)}"
+    )
+    return Place("simulate", "nowhere", f"{name} wants {shape}, {visible} visible here and {lacks}")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """Return the names CUDA would take for this machine's GPUs, without importing torch.
+
+    ``CUDA_VISIBLE_DEVICES`` narrows what the driver offers; an empty one hides all.
+    """
+    present = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
+    if not present and shutil.which("nvidia-smi"):  # where the driver lives elsewhere, as under WSL
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+        present = [str(i) for i, line in enumerate(listing.stdout.splitlines()) if line.startswith("GPU ")]
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return sorted(present, key=int)
+    listed = [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    return listed[: len(present)]

@@ -1,0 +1,188 @@
+"""What runs where the hardware is: one job, from its frozen ``spec.json`` to its records.
+
+Submitted by reference, so nothing but a path is pickled and what was typed is what runs, also after a requeue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from longstraw.config import HardwareConfig, RunConfig, from_dict
+from longstraw.errors import RankLostError, describe, status_of
+from longstraw.launch.result import _finish, leave_word
+from longstraw.launch.slurm import SlurmError, own_id, requeue
+from longstraw.runtime.failure_files import word_of, words_folder, write_word
+from longstraw.runtime.preemption import Preempted, Stop, Superseded
+from longstraw.runtime.process_info import check_world_size, started, threads
+from longstraw.tracking.run_folder import last_row, write_json
+
+LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
+
+
+def execute(run_dir: str | Path) -> None:
+    """Run the job that ``run_dir/spec.json`` describes and leave ``result.json``; raise what the job raised.
+
+    Every rank of a job calls this. Whatever happens to the job, its records have a line that says so; rank 0 writes it,
+    or, once that one is lost, another. Each rank that fails leaves its reason, and each has a log of its own.
+    """
+    folder = Path(run_dir)
+    with _listening():
+        stopped, config, ran = _run(folder)
+    if stopped is not None and rank() == 0:
+        _leave(config, stopped, ran)
+
+
+def _listening() -> contextlib.AbstractContextManager[Any]:
+    """Note a signal that comes before the loop listens, or after: submitit would ignore it, or end the job with it.
+
+    Loading the loop and the ranks' meeting take longer than many a site waits. A job that a user started in a terminal
+    ends at once instead.
+    """
+    return Stop().listening() if started().by in ("slurm", "local") else contextlib.nullcontext()
+
+
+def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
+    """Run a job; return why it stopped before its end, if it did, its configuration and the seconds it took."""
+    spec = json.loads((folder / "spec.json").read_text())
+    attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    if rank() == 0:
+        with contextlib.suppress(OSError):  # whatever is wrong with the folder is told below
+            (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
+            write_json(folder / "process.json", {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
+    began = time.monotonic()
+    try:
+        config = from_dict(spec["config"])
+        _prepare_process()
+        run_job = _loop(config.mode)
+        context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
+        with _connected(config.processes, folder, attempt) as ranks:
+            stopped = run_job(config, folder, attempt=attempt, **context, **ranks)
+    except Superseded:
+        raise
+    except Exception as error:
+        if rank() == 0 or _inherits(folder, attempt, error):
+            with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
+                (folder / "error.txt").write_text(traceback.format_exc())
+            leave_word(folder, status_of(error), describe(error), attempt, failed_rank(error))
+        if started().world_size > 1:
+            own = RankLostError(rank(), socket.gethostname(), f"failed: {describe(error)}", status_of(error))
+            lost = error if isinstance(error, RankLostError) else own
+            write_word(words_folder(folder, attempt), rank(), word_of(lost))  # unless it has left one
+        raise
+    if rank() == 0:
+        row = last_row(folder) or {}
+        _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
+    return stopped, config, time.monotonic() - began
+
+
+def _loop(mode: str) -> Callable[..., Preempted | None]:
+    """Return what takes a job's steps, or simulates them; imports torch."""
+    if mode == "simulate":
+        from longstraw.simulation.simulate import simulate_job
+
+        return simulate_job
+    if mode == "emulate":
+        from longstraw.simulation.emulate import emulate_job
+
+        return emulate_job
+    from longstraw.training.loop import run_job
+
+    return run_job
+
+
+def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:
+    """Go back into SLURM's queue, unless this job would never get further; raise what stopped it where it may not."""
+    job_id, limit = own_id(), 60 * config.hardware.time_min
+    if job_id is None or not config.checkpoint.requeue:
+        return
+    if not stopped.progressed and stopped.signal == signal.SIGUSR2 and ran > limit / 2:
+        print(
+            f"longstraw: no step was done within {limit // 60} min, so the job is not started again; raise "
+            "hardware.time_min",
+            file=sys.stderr,
+        )
+        return
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it, and SLURM would wait before it kills
+        if requeue(job_id):
+            time.sleep(LEAVE_SECONDS)  # SLURM ends us: a job that ends by itself is not started again
+    except SlurmError as error:
+        print(f"longstraw: SLURM does not take the job back: {error}", file=sys.stderr)
+
+
+def rank() -> int:
+    """Return this process's rank as submitit, SLURM or torchrun tell it; 0 without any."""
+    return started().rank
+
+
+def failed_rank(error: BaseException) -> int:
+    """Return the rank that an exception is to be blamed on."""
+    return error.rank if isinstance(error, RankLostError) else rank()
+
+
+def _prepare_process() -> None:
+    """Set what torch reads when it is loaded."""
+    # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if started().world_size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads(started())))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is a page of C++ frames otherwise
+
+
+@contextlib.contextmanager
+def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator[dict[str, Any]]:
+    """Yield what the training loop is told of the ranks: nothing if there is one."""
+    check_world_size(started(), hardware)
+    if started().world_size == 1:
+        yield {}
+        return
+    from longstraw.runtime.rendezvous import connect
+
+    def last_word(lost: RankLostError) -> None:
+        if rank() == 0 or _inherits(folder, attempt, lost):
+            leave_word(folder, status_of(lost), describe(lost), attempt, lost.rank)
+
+    words = words_folder(folder, attempt)
+    words.mkdir(parents=True, exist_ok=True)
+    with _logged(words / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+        yield {"ranks": ranks}
+
+
+@contextlib.contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Keep what this rank logs, and what ends it, in a file of its own."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError), path.open("a") as file:
+            traceback.print_exc(file=file)
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _inherits(folder: Path, attempt: int, error: BaseException) -> bool:
+    """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
+    if not isinstance(error, RankLostError) or error.rank != 0:
+        return False
+    words = words_folder(folder, attempt)
+    with contextlib.suppress(OSError):
+        words.mkdir(parents=True, exist_ok=True)
+        (words / "heir").touch(exist_ok=False)
+        return True
+    return False

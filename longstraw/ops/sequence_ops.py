@@ -1,0 +1,167 @@
+"""What needs more of a chunk than one position: attention, scan, choice of rows, vocabulary. Here: all in one process.
+
+Layers call these through ``Ops.context``. A model that is spread over ranks gets another object with the same methods
+(``parallel.context``), in which every process has a part of a chunk's positions; a layer does not know which it has.
+``chunk`` says how the positions lie; where one process has them all it has nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from longstraw.ops.attention import AttentionParts, attend
+from longstraw.ops.chunk import Chunk
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
+from longstraw.ops.latent import LatentOps, attend_rows
+from longstraw.ops.logprob import TokenLogits, token_logprobs
+from longstraw.ops.moe import MoeOps, mix_experts
+
+Sections = Sequence[tuple[int, int]]  # (heads, width) of what stands side by side in the last dimension
+Spans = Sequence[tuple[int, int]]  # runs of positions [start, stop), rising
+
+
+class Context(Protocol):
+    """The operations that join positions; t of a chunk's positions are here."""
+
+    ranks: int  # that share a chunk
+
+    def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        """Return the rows [t, d] of ``weight`` [V, d] for this process's part of ``tokens`` [count]."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        """Attend as ``ops.attention.attend`` does."""
+
+    def to_heads(
+        self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None
+    ) -> Sequence[Tensor]:
+        """Exchange [t, C] of all heads for [count, C / ranks] of own heads."""
+
+    def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        """Exchange [count, H / ranks, D] of own heads for [t, H, D] of all heads."""
+
+    def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
+        """Return the part of ``weight`` [C, ...] that belongs to own heads."""
+
+    def select_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        past_key: Rows,
+        key: Tensor,
+        count: int,
+        *,
+        scale: float,
+        positions: int,
+        spans: Spans,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        """Choose rows as ``ops.latent.reference.select_rows`` does; ``positions`` precede
+        the chunk, ``spans`` are those of the retained keys here.
+
+        What comes back is for ``attend_rows`` to read.
+        """
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        rows: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        """Attend to chosen rows as ``ops.latent.attend_rows`` does."""
+
+    def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Mix experts as ``ops.moe.mix_experts`` does."""
+
+    def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy [count] of ``targets`` [count], everywhere, after ``hidden`` [t, d]."""
+
+
+class Local:
+    """One process has every position, every head and every expert."""
+
+    ranks = 1
+
+    def __init__(self, attention: AttentionParts, latent: LatentOps, moe: MoeOps, logits: TokenLogits):
+        self._attention, self._latent, self._moe, self._logits = attention, latent, moe, logits
+
+    def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        return F.embedding(tokens, weight)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        return attend(q, k, v, *past, *past_grads, scale=scale, parts=self._attention)
+
+    def to_heads(
+        self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None
+    ) -> Sequence[Tensor]:
+        return tensors
+
+    def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        return x
+
+    def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
+        return weight
+
+    def select_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        past_key: Rows,
+        key: Tensor,
+        count: int,
+        *,
+        scale: float,
+        positions: int,
+        spans: Spans,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        return self._latent.select_rows(q, weights, past_key, key, count, scale=scale)
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        rows: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        return attend_rows(q, latent, rope_key, rows, past, past_grads, scale=scale, ops=self._latent)[0]
+
+    def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return mix_experts(x, chosen, weights, gate_up, down, ops=self._moe)
+
+    def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, targets, logits=self._logits)

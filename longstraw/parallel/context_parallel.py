@@ -1,0 +1,214 @@
+"""A chunk's positions spread over ranks: the operations that join positions, with complete gradients.
+
+State stands still and queries travel: every rank attends from all of a chunk's queries to the rows that it holds, and
+the partial results are merged by log-sum-exp. The backward sends queries and gradients the same way, so what a row owes
+is complete where the row is. Delta layers exchange positions for heads around convolution and scan. The vocabulary is
+spread by rows and never gathered: hidden states travel.
+
+What every rank computes alike from what was gathered (log-probabilities, the loss) has its gradient alike on all ranks;
+from there on each rank's gradient is its own part of a sum over ranks.
+
+W ranks, n positions of a chunk, t of them here, P retained rows here, H query heads, N key/value heads, D head width,
+d model width, V rows of the vocabulary here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from longstraw.ops import Ops
+from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
+from longstraw.ops.chunk import Chunk
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
+from longstraw.ops.sequence_ops import Sections, Spans
+from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
+from longstraw.parallel.expert_parallel import ExpertGroup
+from longstraw.parallel.latent_context_parallel import attend_rows, select_rows
+from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
+
+
+class ContextParallel:
+    """The methods of ``ops.context.Context`` where ``group`` shares each chunk's positions."""
+
+    def __init__(self, ops: Ops, group: Group, experts: ExpertGroup):
+        self._ops, self._group, self._experts = ops, group, experts
+        self.ranks = group.size
+
+    def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        return embed(tokens, weight, self._group)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        assert chunk is not None
+        return _SpreadAttention.apply(q, k, v, past, past_grads, scale, chunk, self._group, self._ops.attention)
+
+    def to_heads(self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None) -> list[Tensor]:
+        """Send all tensors in one exchange: side by side in columns, a column a rank."""
+        assert chunk is not None
+        columns = [
+            part.unflatten(-1, (self.ranks, -1))
+            for x, parts in zip(tensors, sections, strict=True)
+            for part in x.split([heads * width for heads, width in parts], -1)
+        ]
+        with labelled("heads"):
+            own = GatherHeads.apply(torch.cat(columns, -1), self._group, chunk.count)
+        return list(own.split([x.shape[-1] // self.ranks for x in tensors], -1))
+
+    def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        assert chunk is not None
+        with labelled("heads"):
+            columns = GatherPositions.apply(x.flatten(1), self._group, chunk.count)
+        return columns.unflatten(-1, x.shape[1:]).flatten(1, 2)
+
+    def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
+        parts = weight.split([heads * width for heads, width in sections])
+        return torch.cat([part.unflatten(0, (self.ranks, -1))[self._group.rank] for part in parts])
+
+    def select_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        past_key: Rows,
+        key: Tensor,
+        count: int,
+        *,
+        scale: float,
+        positions: int,
+        spans: Spans,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        assert chunk is not None
+        return select_rows(
+            q,
+            weights,
+            past_key,
+            key,
+            count,
+            scale=scale,
+            positions=positions,
+            spans=spans,
+            chunk=chunk,
+            group=self._group,
+            ops=self._ops.latent,
+        )
+
+    def attend_rows(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        rows: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        *,
+        scale: float,
+        chunk: Chunk | None,
+    ) -> Tensor:
+        assert chunk is not None
+        return attend_rows(
+            q,
+            latent,
+            rope_key,
+            rows,
+            past,
+            past_grads,
+            scale=scale,
+            chunk=chunk,
+            group=self._group,
+            ops=self._ops.latent,
+        )
+
+    def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return self._experts.mix(x, chosen, weights, local(gate_up), local(down), ops=self._ops.moe)
+
+    def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
+        return vocabulary_logprobs(hidden, weight, targets, self._group, self._ops.logits)
+
+
+class _SpreadAttention(torch.autograd.Function):
+    """Causal attention of a chunk's queries to (past | new) rows, of which every rank holds some."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: PastRows,
+        grads: PastBuffers,
+        scale: float,
+        chunk: Chunk,
+        group: Group,
+        parts: AttentionParts,
+    ) -> Tensor:
+        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
+        with labelled("attention"):
+            queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
+            out = torch.zeros_like(queries, dtype=inner)
+            lse = out.new_full(queries.shape[:-1], -torch.inf)
+            for rows, causal in _blocks(chunk):
+                block = queries[:, :, rows].contiguous()
+                part = parts.part_forward(block, k.to(operand), v.to(operand), causal=causal, scale=scale)
+                out[:, :, rows], lse[:, :, rows] = part
+                del block, part  # before the past's parts are made
+            merge_past(out, lse, queries, past, scale=scale, parts=parts)
+            whole = group.stack(lse).logsumexp(0)
+            out.mul_((lse - whole).exp_().unsqueeze(-1))
+            merged = group.reduce_scatter(by_tokens(out), chunk.count).to(q.dtype)
+        ctx.save_for_backward(q, k, v, merged, whole)
+        ctx.past, ctx.grads, ctx.scale, ctx.chunk, ctx.group, ctx.parts = past, grads, scale, chunk, group, parts
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        chunk, group, parts, scale = ctx.chunk, ctx.group, ctx.parts, ctx.scale
+        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
+        with labelled("attention"):
+            grad = by_heads(group.all_gather(grad, chunk.count).to(operand), k.shape[1])
+            queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
+            out = by_heads(group.all_gather(out, chunk.count).to(operand), k.shape[1])
+            grad_q = torch.zeros_like(queries, dtype=inner)
+            grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
+            for rows, causal in _blocks(chunk):
+                block = (x[:, :, rows].contiguous() for x in (grad, queries))
+                of_block = (x[:, :, rows].contiguous() for x in (out, lse))
+                block_q, block_k, block_v = parts.part_backward(
+                    *block, k.to(operand), v.to(operand), *of_block, causal=causal, scale=scale
+                )
+                grad_q[:, :, rows] = block_q
+                grad_k += block_k
+                grad_v += block_v
+                del block_q, block_k, block_v
+            past_backward(grad_q, grad, queries, ctx.past, out, lse, ctx.grads, scale=scale, parts=parts)
+            own_q = group.reduce_scatter(by_tokens(grad_q), chunk.count)
+        return own_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None, None
+
+
+def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:
+    """Return which of a chunk's queries see the rows made here, and whether as a triangle: own ones, and all later."""
+    if chunk.start == chunk.stop:
+        return []
+    blocks = [(chunk.own, True)]
+    return blocks if chunk.stop == chunk.count else [*blocks, (slice(chunk.stop, chunk.count), False)]
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return this rank's part of a parameter that is spread over ranks; its gradient is that part's own."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,83 @@
+"""Experts stand still and tokens travel: each rank owns some experts, gets their tokens and sends back what they make.
+
+t tokens here, k experts a token, E experts of which E / W are here, N = t k entries sent, M entries received, d width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longstraw.ops.host_sync import counts, told
+from longstraw.ops.moe import MoeOps, run_experts
+from longstraw.parallel.collectives import labelled
+
+
+class ExpertGroup:
+    """The ranks that the experts are shared out over, rank by rank in their order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def mix(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, ops: MoeOps) -> Tensor:
+        """Return what ``ops.moe.mix_experts`` does for ``x`` [t, d]; the experts given are those of this rank."""
+        number = len(down) * self.size
+        order = chosen.flatten().argsort(stable=True)
+        token = order // chosen.shape[1]
+        sent = counts(chosen, number)
+        arriving = self._told(sent, len(down), x.device)
+        splits = [sum(sent[r * len(down) : (r + 1) * len(down)]) for r in range(self.size)], [sum(a) for a in arriving]
+        with labelled("experts"):
+            given = _Exchange.apply(x[token], self.group, *splits)
+            share = _Exchange.apply(weights.flatten()[order], self.group, *splits)
+        by_expert, per_expert = _sorted_by_expert(arriving, x.device)
+        entries = torch.arange(len(by_expert), device=x.device)
+        made = run_experts(given[by_expert], entries, share[by_expert], per_expert, gate_up, down, ops=ops)
+        back = torch.empty_like(by_expert).scatter_(0, by_expert, entries)
+        with labelled("experts"):
+            returned = _Exchange.apply(made[back], self.group, *splits[::-1])
+        inner = torch.promote_types(x.dtype, torch.float32)
+        return torch.zeros_like(x, dtype=inner).index_add(0, token, returned.to(inner)).to(x.dtype)
+
+    def _told(self, sent: list[int], own: int, device: torch.device) -> list[list[int]]:
+        """Return how many entries each rank sends to each expert here; [W][E / W]."""
+        mine = torch.tensor(sent, device=device)
+        received = torch.empty_like(mine)
+        with labelled("experts"):
+            dist.all_to_all_single(received, mine, group=self.group)
+        first = self.rank * own
+        values = told(received, sent[first : first + own] * self.size)
+        return [values[r * own : (r + 1) * own] for r in range(self.size)]
+
+
+class _Exchange(torch.autograd.Function):
+    """Send pieces of the given sizes to the ranks, and the gradient back. A rank may send or get nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchange(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with labelled("experts"):
+            return _exchange(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+def _sorted_by_expert(arriving: list[list[int]], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Return the order that sorts received entries by expert, and how many each expert gets."""
+    per_expert = [sum(column) for column in zip(*arriving, strict=True)]
+    flat = torch.tensor([count for line in arriving for count in line], device=device)
+    experts = torch.arange(len(per_expert), device=device).repeat(len(arriving))
+    experts = experts.repeat_interleave(flat, output_size=sum(per_expert))
+    return experts.argsort(stable=True), per_expert

@@ -1,0 +1,152 @@
+"""Latent attention over chosen rows, and their choice, where every rank holds some of the rows.
+
+Each rank scores its own rows for all of a chunk's queries and keeps its best. A query's owner gets every rank's best
+scores and finds the score and the position at which the best of all end; those two numbers travel back, and every rank
+keeps its own rows up to there. No scores of the prompt's size are made or sent, and the choice is that of one rank.
+
+W ranks, n positions of a chunk, t of them here, P retained rows here, K chosen rows a query, H heads, C latent width,
+R width of the rotary key, I index heads, D their width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longstraw.ops.chunk import Chunk
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
+from longstraw.ops.latent import LatentOps
+from longstraw.ops.sequence_ops import Spans
+from longstraw.parallel.collectives import Group, labelled
+
+MERGE_TILE = 2**23  # candidates that are merged together
+
+
+def select_rows(
+    q: Tensor,
+    weights: Tensor,
+    past_key: Rows,
+    key: Tensor,
+    count: int,
+    *,
+    scale: float,
+    positions: int,
+    spans: Spans,
+    chunk: Chunk,
+    group: Group,
+    ops: LatentOps,
+) -> Tensor:
+    """Return the rows here that each of the chunk's queries attends to: int32 [n, K], over (past | new), -1 for none.
+
+    ``q`` [t, I, D], ``weights`` [t, I] and ``key`` [t, D] are of this rank's positions, ``past_key`` [P, D] of those in
+    ``spans``; ``positions`` precede the chunk.
+    """
+    count = max(min(count, positions + chunk.count), 1)
+    held = _positions(spans, (positions + chunk.start, positions + chunk.stop), device=q.device)
+    parts = [(past_key, held[: len(past_key)]), (key, held[len(past_key) :])]
+    queried = torch.arange(positions, positions + chunk.count, dtype=torch.int32, device=q.device)
+    with labelled("selection"):
+        everyones = group.all_gather(q, chunk.count)
+        mix = group.all_gather(weights, chunk.count)
+        scores, rows = ops.best_rows(everyones, mix, parts, queried, max(min(count, len(held)), 1), scale=scale)
+        del everyones, mix
+        score, position = _last_chosen(_widened(scores, count), _widened(rows, count), count, chunk, group)
+    chosen = ((scores > score) | ((scores == score) & (rows <= position))) & (rows >= 0)
+    here = torch.searchsorted(held, rows.clamp(min=0), out_int32=True)
+    return here.masked_fill_(~chosen, -1)
+
+
+def attend_rows(
+    q: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    rows: Tensor,
+    past: PastRows,
+    past_grads: PastBuffers,
+    *,
+    scale: float,
+    chunk: Chunk,
+    group: Group,
+    ops: LatentOps,
+) -> Tensor:
+    """Return the output [t, H, C] of ``q`` [t, H, C + R] over its chosen rows of all ranks.
+
+    ``latent`` [t, C], ``rope_key`` [t, R] and ``past`` are the rows here, ``rows`` [n, K] what ``select_rows`` chose of
+    them for every query of the chunk.
+    """
+    return _SpreadRows.apply(q, latent, rope_key, rows, past, past_grads, scale, chunk, group, ops)
+
+
+class _SpreadRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        latent: Tensor,
+        rope_key: Tensor,
+        rows: Tensor,
+        past: PastRows,
+        past_grads: PastBuffers,
+        scale: float,
+        chunk: Chunk,
+        group: Group,
+        ops: LatentOps,
+    ) -> Tensor:
+        with labelled("attention"):
+            queries = group.all_gather(q, chunk.count)
+            out, lse = ops.attend_forward(queries, past, (latent, rope_key), rows, scale=scale)
+            del queries
+            whole = group.stack(lse).logsumexp(0)
+            out = out.to(lse.dtype).mul_((lse - whole).exp_().unsqueeze(-1))
+            merged = group.reduce_scatter(out, chunk.count).to(q.dtype)
+        ctx.save_for_backward(q, latent, rope_key, rows, merged, whole)
+        ctx.past, ctx.past_grads, ctx.scale, ctx.chunk, ctx.group, ctx.ops = past, past_grads, scale, chunk, group, ops
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, latent, rope_key, rows, out, lse = ctx.saved_tensors
+        with labelled("attention"):
+            grad = ctx.group.all_gather(grad, ctx.chunk.count)
+            queries = ctx.group.all_gather(q, ctx.chunk.count)
+            out = ctx.group.all_gather(out, ctx.chunk.count)
+            grad_q, grad_latent, grad_rope = ctx.ops.attend_backward(
+                grad, queries, ctx.past, (latent, rope_key), rows, out, lse, ctx.past_grads, scale=ctx.scale
+            )
+            own_q = ctx.group.reduce_scatter(grad_q.to(lse.dtype), ctx.chunk.count).to(q.dtype)
+        return own_q, grad_latent, grad_rope, None, None, None, None, None, None, None
+
+
+def _positions(spans: Spans, new: tuple[int, int], *, device: torch.device) -> Tensor:
+    """Return the positions of the rows here, retained and new, rising; int32."""
+    return torch.cat([torch.arange(*span, dtype=torch.int32, device=device) for span in (*spans, new)])
+
+
+def _widened(x: Tensor, count: int) -> Tensor:
+    """Fill candidates up to ``count`` with none, as ``best_rows`` does: -inf, -1."""
+    if x.shape[1] == count:
+        return x
+    none = -torch.inf if x.is_floating_point() else -1
+    return torch.cat([x.new_full((len(x), count - x.shape[1]), none), x], -1)
+
+
+def _last_chosen(scores: Tensor, rows: Tensor, count: int, chunk: Chunk, group: Group) -> tuple[Tensor, Tensor]:
+    """Return the lowest score that each of the chunk's queries chose and the last position chosen at it; both [n, 1].
+
+    ``scores``, ``rows`` [n, K] are this rank's candidates for all queries, as scores and positions.
+    """
+    scores = group.gather_positions(scores, chunk.count).flatten(1)  # [t, W K]
+    rows = group.gather_positions(rows, chunk.count).flatten(1)
+    lowest, position = scores.new_empty(len(scores), 1), rows.new_empty(len(rows), 1)
+    size = max(MERGE_TILE // max(scores.shape[1], 1), 1)
+    for tile in (slice(start, start + size) for start in range(0, len(scores), size)):
+        score = scores[tile].topk(count, sorted=False).values.amin(-1, keepdim=True)
+        spare = count - (scores[tile] > score).sum(-1, keepdim=True)
+        level = rows[tile].masked_fill(scores[tile] != score, torch.iinfo(rows.dtype).max).sort(-1).values
+        lowest[tile], position[tile] = score, level.gather(1, spare - 1)
+    lowest = group.all_gather(lowest, chunk.count)
+    return lowest, group.all_gather(position, chunk.count)

@@ -1,0 +1,84 @@
+"""Building a model that is spread over ranks, without any rank ever holding all of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from longstraw.config import AdapterConfig, ModelConfig
+from longstraw.models import build_model, draw_weights
+from longstraw.models.decoder import Decoder
+from longstraw.models.hf_weights import load_weights
+from longstraw.models.lora import add_adapter, fill_adapter
+from longstraw.parallel.fsdp import local_tensor
+from longstraw.parallel.mesh import Mesh
+from longstraw.parallel.parallelize import Parallel, parallelize
+
+
+def build_spread(
+    config: ModelConfig,
+    adapter: AdapterConfig,
+    mesh: Mesh,
+    *,
+    seed: int,
+    device: torch.device,
+    backend: str | None = None,
+    fake: bool = False,
+) -> Parallel:
+    """Return a model spread over ``mesh``, with weights from its checkpoint or drawn from ``seed``.
+
+    They are the weights that one process would have. Drawn ones are made a module at a time, of which a rank keeps its
+    part; of a checkpoint's files a rank reads no more than its part. ``fake`` as for ``build_model``.
+    """
+    model = add_adapter(build_model(config, device="meta", backend=backend or device.type, fake=fake), adapter)
+    parallel = parallelize(model, mesh)
+    model.to_empty(device=device)
+    if config.checkpoint is None:
+        draw_weights(model, seed=seed, keep=_keep)
+    else:
+        dtype = getattr(torch, config.dtype)
+        load_weights(model, config.checkpoint, dtype=dtype, device=device, place=lambda _, tensor: own_part(tensor))
+    if adapter.name != "none":
+        fill_adapter(model, adapter, seed=seed, keep=_keep)
+    return parallel
+
+
+def gather_model(parallel: Parallel, adapter: AdapterConfig) -> Decoder | None:
+    """Return the model in rank 0's host memory, as one process would have it, for saving; None on other ranks.
+
+    Every rank takes part, one tensor at a time. Of a model with adapters only those are gathered: the rest, which has
+    not changed, stays on the meta device.
+    """
+    adapted = adapter.name != "none"
+    state = {}
+    first = parallel.mesh.world.get_local_rank() == 0
+    for name, tensor in parallel.model.state_dict().items():
+        if adapted and ".lora_" not in name:
+            continue
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            state[name] = whole.detach().to("cpu")
+        del whole
+    if not first:
+        return None
+    model = add_adapter(build_model(parallel.model.config, device="meta"), adapter)
+    model.load_state_dict(state, assign=True, strict=not adapted)
+    return model
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a model's tensor, to be filled where it is, and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return local_tensor(tensor.detach()), tuple(offset)
+
+
+def _keep(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Copy this rank's part of ``whole`` into a model's tensor."""
+    part, offset = own_part(tensor)
+    box = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
+    part.copy_(whole[box])
+    return tensor

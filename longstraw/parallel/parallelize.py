@@ -1,0 +1,92 @@
+"""Spreading a finished model over the ranks of a mesh, from outside: the model's own files know of no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longstraw.config import ConfigError
+from longstraw.layers.feedforward import Experts
+from longstraw.models.decoder import Decoder
+from longstraw.parallel.collectives import labelled
+from longstraw.parallel.context_parallel import ContextParallel
+from longstraw.parallel.expert_parallel import ExpertGroup
+from longstraw.parallel.fsdp import keep_rows, local_gradient, shard_module, sum_gradients
+from longstraw.parallel.mesh import Mesh
+
+VOCABULARY = ("model.embed_tokens", "lm_head")
+
+
+@dataclass
+class Parallel:
+    """A model that is spread over ``mesh``, and what that asks of a step's end."""
+
+    model: Decoder
+    mesh: Mesh
+    replicated: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # by id: the ranks that hold it alike
+
+    def finish_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None] = local_gradient) -> None:
+        """Complete the gradients after the last backward: summed where several ranks hold one parameter alike.
+
+        Of prompts side by side the mean is taken. ``gradient_of`` gives this rank's part of a parameter's gradient,
+        which is changed in place, or None; ranks that hold a parameter alike all have one or none has.
+        """
+        for parameter in self.model.parameters():
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                continue
+            if id(parameter) in self.replicated:
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                with labelled("gradients"):
+                    dist.all_reduce(wide, group=self.replicated[id(parameter)])
+                if wide is not gradient:
+                    gradient.copy_(wide)
+            if self.mesh.sizes.dp > 1:
+                gradient /= self.mesh.sizes.dp
+
+    def share(self, parameter: nn.Parameter) -> float:
+        """Return what this rank's part of ``parameter`` counts in a sum over all ranks: 1 over those that hold it."""
+        group = self.replicated.get(id(parameter))
+        return 1.0 if group is None else 1 / dist.get_world_size(group)
+
+
+def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
+    """Spread ``model``, the same on every rank, over ``mesh``: positions, state, parameters and gradients.
+
+    Blocks are sharded over all ranks and gathered one at a time, vocabulary and experts are shared out by rows and
+    never gathered. Adapters and frozen weights may be there already. Raises ``ConfigError`` for adapters on the
+    vocabulary, whose rows stay where they are.
+    """
+    group, parallel = mesh.context(), Parallel(model, mesh)
+    for name in VOCABULARY:
+        if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding):
+            raise ConfigError(f"an adapter on {name} cannot be spread over ranks; leave it out of adapter.targets")
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    context = ContextParallel(model.ops, group, ExpertGroup(mesh.ep.get_group()))
+    ops = model.ops._replace(context=context)
+    for module in model.modules():
+        if hasattr(module, "ops"):
+            module.ops = ops  # type: ignore[assignment]
+    model.split, model.agree = group.split, mesh.agree
+    stays: set[nn.Parameter] = set()
+    for name in VOCABULARY:
+        keep_rows(model.get_submodule(name), ["weight"], mesh.cp)
+        weight = model.get_parameter(f"{name}.weight")
+        stays.add(weight)
+        if mesh.sizes.dp > 1:
+            parallel.replicated[id(weight)] = mesh.dp.get_group()
+    for module in experts:
+        keep_rows(module, ["gate_up_proj", "down_proj"], mesh.ep)
+        stays.update(module.parameters())
+        if mesh.replica.size() > 1:
+            for parameter in module.parameters():
+                parallel.replicated[id(parameter)] = mesh.replica.get_group()
+    for block in model.model.layers:
+        shard_module(block, mesh.world, stays & set(block.parameters()))
+    shard_module(model, mesh.world, stays)
+    sum_gradients(model)
+    return parallel

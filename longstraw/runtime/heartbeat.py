@@ -1,0 +1,237 @@
+"""Which ranks are still there, and the end of those that would wait for one that is gone.
+
+Every rank writes a heartbeat into a store, from a thread and over a connection of its own. Rank 0 judges the others,
+they judge rank 0, in whose process the store lives. A rank that fails leaves its reason before it goes, in the store
+and as a file for whoever looks later. A rank that waits inside a collective cannot be raised into: its process ends
+here, after its last word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch.distributed import Store
+
+from longstraw.errors import RankLostError, describe, status_of
+from longstraw.runtime.failure_files import lost_of, read_word, word_of, write_word
+from longstraw.runtime.process_info import Started
+
+EMPTY = "-"
+END_SECONDS = 150  # for a record and W&B to be closed once it is known that a rank is gone
+
+
+class Peers:
+    """Watch the other ranks until ``part`` or ``leave``.
+
+    ``store`` is a connection that nothing else uses: it blocks where rank 0 is stopped. ``folder`` is shared by the
+    ranks. ``last_word`` writes what must be written before this process ends without returning from a collective.
+    Everything is over within about half of ``timeout_s``: a quarter of silence, then an eighth for the ranks to stop
+    by themselves.
+    """
+
+    def __init__(
+        self,
+        me: Started,
+        store: Store,
+        folder: Path,
+        timeout_s: float,
+        last_word: Callable[[RankLostError], None],
+    ) -> None:
+        self.me, self.folder, self.last_word = me, folder, last_word
+        self.tick = min(max(timeout_s / 60, 0.05), 1.0)
+        self.silence = min(timeout_s / 4, 10.0 if me.by == "torchrun" else 60.0)  # torchrun kills the rest after 30 s
+        self.patience = 0.8 * timeout_s  # with ranks that have not come yet
+        self.grace = min(max(timeout_s / 8, 6 * self.tick), 10.0)
+        self.lost: RankLostError | None = None
+        self._store = store
+        self._send: dict[str, str] = {}
+        self._told: dict[str, str] = {}  # what the store last said of `first`, `suspect` and `lost`
+        self._beats = dict.fromkeys(range(me.world_size), "")
+        now = time.monotonic()
+        self._heard, self._at, self._suspected = now, dict.fromkeys(self._beats, now), 0.0
+        self._begun, self._gone = now, False
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._arrived = self._ending = False  # which of the two ends this process: its main thread, or the watch
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._talk, self._judge)]
+        for thread in self._threads:
+            thread.start()
+
+    def present(self) -> list[int]:
+        """Return the ranks that have been heard of."""
+        return [rank for rank, beat in self._beats.items() if beat]
+
+    def hosts(self) -> str:
+        """Return the ranks that came, each with its host."""
+        return ", ".join(f"{rank} ({self._host(rank)})" for rank in self.present())
+
+    def gather(self) -> None:
+        """Wait until every rank has come; raise ``RankLostError`` for one that does not."""
+        while len(self.present()) < self.me.world_size:
+            if self.lost is not None:
+                raise self.lost
+            time.sleep(self.tick / 4)
+
+    def cause(self, error: BaseException) -> BaseException:
+        """Return what is to blame for ``error``: itself, or the rank whose end made a collective fail here.
+
+        A ``RuntimeError`` may be a collective's, so it waits until no other rank can have been first; memory that ran
+        out and every other exception stand for themselves, and the other ranks are told at once.
+        """
+        with self._lock:
+            self._arrived = True
+        while self._ending:  # the watch was first: it ends this process
+            time.sleep(1)
+        if isinstance(error, RankLostError):
+            return error
+        own = {"rank": self.me.rank, "host": socket.gethostname(), "status": status_of(error)}
+        own["reason"] = f"failed: {describe(error)}"
+        if _may_follow(error):
+            self._send["suspect"] = json.dumps(own)
+            deadline = time.monotonic() + self.silence + 8 * self.tick
+            while self.lost is None and time.monotonic() < deadline:
+                time.sleep(self.tick / 4)
+            if self.lost is not None and self.lost.rank != self.me.rank:
+                return self.lost
+        else:
+            self._send["first"] = json.dumps(own)
+        write_word(self.folder, self.me.rank, own)
+        return error
+
+    def part(self, store: Store) -> None:
+        """End the watch once every rank has come so far; raise ``RankLostError`` if one is lost until then.
+
+        ``store`` is the main thread's connection. Rank 0 goes last, because the others' store goes with it.
+        """
+        store.add("done", 1)
+        while int(store.add("done", 0)) < self.me.world_size:
+            if self.lost is not None:
+                raise self.lost
+            time.sleep(self.tick / 4)
+        self._over.set()
+        store.add("left", 1)
+        deadline = time.monotonic() + self.grace
+        while self.me.rank == 0 and time.monotonic() < deadline:
+            if int(store.add("left", 0)) == self.me.world_size:
+                break
+            time.sleep(0.01)
+
+    def leave(self, cause: BaseException) -> None:
+        """End the watch of a rank that failed, once the others can know why."""
+        if isinstance(cause, RankLostError):
+            write_word(self.folder, self.me.rank, word_of(cause))
+        time.sleep((4 if self.me.rank == 0 else 2) * self.tick)
+        self._over.set()
+
+    def _host(self, rank: int) -> str:
+        return self._beats[rank].partition(" ")[2] or "an unknown host"
+
+    def _talk(self) -> None:
+        """Send this rank's beat and words, take the others'; a call may block for ever, which ``_judge`` notices."""
+        keys = ["first", "suspect", "lost", *(f"beat/{rank}" for rank in self._beats)]
+        count, host = 0, socket.gethostname()
+        try:
+            for key in keys:
+                self._store.compare_set(key, "", EMPTY)
+            while not self._over.is_set():
+                count += 1
+                self._store.set(f"beat/{self.me.rank}", f"{count} {host}")
+                for key in list(self._send):
+                    self._store.compare_set(key, EMPTY, self._send.pop(key))
+                values = self._store.multi_get(keys)
+                self._take(dict(zip(keys, (value.decode() for value in values), strict=True)))
+                self._over.wait(self.tick)
+        except RuntimeError:
+            self._gone = True
+
+    def _take(self, values: dict[str, str]) -> None:
+        now = time.monotonic()
+        for rank, beat in self._beats.items():
+            new = values[f"beat/{rank}"]
+            if new not in (EMPTY, beat):
+                self._beats[rank], self._at[rank] = new, now
+        self._told = {key: values[key] for key in ("first", "suspect", "lost") if values[key] != EMPTY}
+        if "suspect" in self._told and not self._suspected:
+            self._suspected = now
+        self._heard = now
+
+    def _judge(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self.tick / 2):
+            now = time.monotonic()
+            if now - last > self.silence / 2:  # this process itself stood still: what it missed proves nothing
+                self._heard, self._at = now, dict.fromkeys(self._at, now)
+            last = now
+            lost = self._find(now)
+            if lost is not None:
+                self._end(lost)
+                return
+
+    def _find(self, now: float) -> RankLostError | None:
+        """Return the rank that is lost, if one is."""
+        if "lost" in self._told:
+            return lost_of(self._told["lost"])
+        if self.me.rank != 0:
+            unheard = self._gone or now - self._heard > self.silence
+            if unheard or (self._beats[0] and now - self._at[0] > 1.5 * self.silence):
+                word = read_word(self.folder, 0)
+                return lost_of(word) if word else self._silent(0, now)
+            return None
+        if "first" in self._told:
+            return lost_of(self._told["first"])
+        for rank in range(1, self.me.world_size):
+            if not self._beats[rank]:
+                if word := read_word(self.folder, rank):
+                    return lost_of(word)
+                if now - self._begun > self.patience:
+                    waited = f"never came: waited {self.patience:.0f} s, there are only {self.hosts()}"
+                    return RankLostError(rank, self._host(rank), waited)
+            elif now - self._at[rank] > self.silence:
+                return self._silent(rank, now)
+        if self._suspected and now - self._suspected > self.silence + 4 * self.tick:
+            return lost_of(self._told["suspect"])
+        return None
+
+    def _silent(self, rank: int, now: float) -> RankLostError:
+        since = now - (self._at[rank] if rank else min(self._at[0], self._heard))
+        at = datetime.fromtimestamp(time.time() - since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return RankLostError(rank, self._host(rank), f"stopped answering at {at}: it was killed, stopped or cut off")
+
+    def _end(self, lost: RankLostError) -> None:
+        """Tell the others, give the main thread the time to stop by itself, then end the process."""
+        self.lost = lost
+        if self.me.rank == 0:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("lost", json.dumps(word_of(lost)))
+        deadline = time.monotonic() + self.grace
+        while not self._arrived and time.monotonic() < deadline:
+            time.sleep(self.tick / 4)
+        with self._lock:
+            self._ending = not self._arrived
+        if self._ending:
+            with contextlib.suppress(Exception):  # whatever happens, this process ends
+                write_word(self.folder, self.me.rank, word_of(lost))
+                print(f"longstraw: rank {self.me.rank} ends: {lost}", file=sys.stderr, flush=True)
+                self.last_word(lost)
+            os._exit(1)
+        if not self._over.wait(END_SECONDS):
+            os._exit(1)
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Return whether an exception may be what the end of another rank led to: a collective's, or SIGTERM.
+
+    torchrun sends that one to all the ranks that are left.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGTERM in error.args
+    return isinstance(error, RuntimeError) and status_of(error) != "oom"

@@ -1,0 +1,175 @@
+"""How the ranks of a job find each other, and how they part.
+
+Rank 0 opens a store on a free port and writes its address into the run's folder, where the others look for it; torchrun
+has an address of its own. A job of one rank needs none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longstraw.config import HardwareConfig
+from longstraw.errors import RankLostError
+from longstraw.runtime.failure_files import lost_of, read_word, words_folder
+from longstraw.runtime.heartbeat import EMPTY, Peers
+from longstraw.runtime.process_info import Started, check_world_size, started
+
+POLL_SECONDS = 0.05
+COMPOSE = timedelta(minutes=5)  # until rank 0 has read the configuration
+CONNECT = timedelta(seconds=15)  # to an address that may be of a store that is gone
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of its job; ``node`` counts machines, ``local_rank`` the ranks of one."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    device: torch.device
+    peers: Peers | None = field(default=None, repr=False, compare=False)
+
+    def cause(self, error: Exception) -> Exception:
+        """Return what is to blame for ``error``: itself, or a ``RankLostError`` that names the rank that was first.
+
+        For whoever writes a record about ``error``. Waits until no other rank can have been first.
+        """
+        found = error if self.peers is None else self.peers.cause(error)
+        return found if isinstance(found, Exception) else error
+
+
+@contextmanager
+def connect(
+    hardware: HardwareConfig,
+    run_dir: Path,
+    attempt: int = 0,
+    *,
+    last_word: Callable[[RankLostError], None] = lambda lost: None,
+) -> Iterator[Ranks]:
+    """Yield this process's place among the job's ranks, in a process group if there is more than one.
+
+    While the block runs the ranks watch each other. If one fails, stops answering or never comes, every other raises
+    ``RankLostError`` within ``hardware.timeout_s``; one that waits inside a collective calls ``last_word`` and exits
+    with 1. Leaving the block waits for all ranks. Raises ``ConfigError`` if the ranks started are not those of
+    ``hardware``.
+    """
+    me = started()
+    check_world_size(me, hardware)
+    device = _device(hardware, me)
+    if me.world_size == 1:
+        yield Ranks(0, 1, 0, me.node, device)
+        return
+    folder, limit = words_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
+    store, host, port = _meet(me, hardware, folder)
+    peers = Peers(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, last_word)
+    try:
+        peers.gather()
+        group = dist.PrefixStore("group", store)
+        bound = device if device.type == "cuda" else None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=group, rank=me.rank, world_size=me.world_size, timeout=limit, device_id=bound
+        )
+        yield Ranks(me.rank, me.world_size, me.local_rank, me.node, device, peers)
+        peers.part(store)
+    except BaseException as error:
+        cause = peers.cause(error)
+        peers.leave(cause)
+        if cause is error:
+            raise
+        raise cause from error
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        if me.rank == 0:
+            _address_file(folder, me).unlink(missing_ok=True)
+
+
+def _device(hardware: HardwareConfig, me: Started) -> torch.device:
+    if hardware.backend == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", me.local_rank % max(torch.cuda.device_count(), 1))  # SLURM may show a task one GPU
+    torch.cuda.set_device(device)
+    return device
+
+
+def _address_file(folder: Path, me: Started) -> Path:
+    return folder / f"address.{me.start}"
+
+
+def _meet(me: Started, hardware: HardwareConfig, folder: Path) -> tuple[dist.Store, str, int]:
+    """Return a connection to the job's store, and the store's host and port."""
+    limit = timedelta(seconds=hardware.timeout_s)
+    if me.by == "torchrun":
+        store = torchrun_store()
+        store.set_timeout(limit)
+        return store, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if me.rank == 0:
+        # Names need not resolve where all ranks are on one machine.
+        host = "127.0.0.1" if me.local_world_size == me.world_size else socket.gethostname()
+        store = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".address.{os.getpid()}"
+        beside.write_text(f"{host} {store.port}")
+        os.replace(beside, _address_file(folder, me))
+        return _prefixed(store, me), host, store.port
+    begun, patience, reason = time.monotonic(), 0.8 * hardware.timeout_s, ""
+    while time.monotonic() - begun < patience:
+        if word := read_word(folder, 0):
+            raise lost_of(word)
+        with contextlib.suppress(OSError):
+            host, port = _address_file(folder, me).read_text().split()
+            try:
+                return _client(host, int(port), me, hardware.timeout_s), host, int(port)
+            except RuntimeError as error:  # an address from before, or a name that cannot be reached from here
+                reason = f" (its store at {host}:{port} cannot be reached: {str(error).splitlines()[0]})"
+        time.sleep(POLL_SECONDS)
+    raise RankLostError(0, "an unknown host", f"never came: waited {patience:.0f} s for its address{reason}")
+
+
+def _client(host: str, port: int, me: Started, timeout_s: float) -> dist.Store:
+    """Return a connection of its own to the store at ``host``."""
+    store = dist.TCPStore(host, port, None, False, CONNECT, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return _prefixed(store, me)
+
+
+def _prefixed(store: dist.Store, me: Started) -> dist.Store:
+    return dist.PrefixStore(f"longstraw/{me.start}", store)  # torchrun's store may outlive a restart
+
+
+@functools.cache
+def torchrun_store() -> dist.Store:
+    """Return this process's connection to torchrun's store; rank 0 opens it where torchrun's agent does not."""
+    me = started()
+    serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return _prefixed(dist.TCPStore(host, port, None, serves, COMPOSE, wait_for_workers=False), me)
+
+
+def offer_job(run_dir: Path | None) -> None:
+    """Tell torchrun's other ranks which job rank 0 composed; ``None``: none, unless it has said one before."""
+    torchrun_store().compare_set("run_dir", "", str(run_dir.absolute()) if run_dir else EMPTY)
+
+
+def offered_job() -> Path | None:
+    """Return the folder of the job that rank 0 composed, or ``None`` where it refused; waits for its word."""
+    try:
+        said = torchrun_store().get("run_dir").decode()
+    except RuntimeError as error:
+        raise RankLostError(0, os.environ["MASTER_ADDR"], f"composed no job: {str(error).splitlines()[0]}") from None
+    return None if said == EMPTY else Path(said)

@@ -1,0 +1,92 @@
+"""The step without its hardware: the real code on tensors that have shapes and no values, for one rank of the mesh.
+
+Model, ``parallelize``, step, adapters and optimizer are those of a run, with the operations that the hardware's backend
+would take; the process group sends nothing. What is allocated is counted as in a run on a processor, from tensor
+storages. So a peak is known without a GPU, a network or weights. It is a count of what the program asks for: what the
+CUDA context, NCCL and the allocator's gaps take beside it is ``hardware.reserve_gb``.
+
+Work that repeats is stepped over (see ``stepped``), unless ``simulation.every`` is set.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from longstraw.config import RunConfig
+from longstraw.memory.meter import MemoryMeter
+from longstraw.models import build_model
+from longstraw.models.lora import add_adapter
+from longstraw.parallel.mesh import Mesh
+from longstraw.parallel.parallelize import parallelize
+from longstraw.simulation.single_rank import TIMES, PlayedTask, play_job, played_rank, step_over
+from longstraw.training.monitor import Progress, Watch
+from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
+
+
+def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
+    """Simulate the largest steps of one job and write their records; ``context`` is that of ``run_job``."""
+    play_job(simulate, "simulate", config, run_dir, **context)
+
+
+def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of the steps that hold most: one on a fresh prompt and, where prompts are reused, one more.
+
+    ``config.simulation`` says which rank is simulated, how unevenly experts are chosen, and whether all chunks,
+    branches and blocks are evaluated. What measuring the drift of a shared prompt holds beside a step is not counted.
+    """
+    config = replace(config, measure_drift=False)
+    every = config.simulation.every
+    with played_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter:
+        with unset_fake_temporarily():  # a group looks at its values
+            task = PlayedTask(config, fake.from_tensor)
+        watch = _Watch(meter, progress or Progress(None))
+        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=_model)
+        facts = model_facts(trainer)
+        step_over(trainer, blocks=True)
+        gc.collect()
+        for step in _steps(trainer):
+            watch.progress.step = step
+            yield {**facts, **trainer.step(step), "stepped_over": not every, **dict.fromkeys(TIMES)}
+
+
+def _steps(trainer: Trainer) -> list[int]:
+    """Return the steps that hold most, the optimizer's state made where an earlier step would have made it."""
+    every, steps = trainer.config.refresh_every, trainer.config.steps
+    fresh = every if steps > every else 0
+    trainer.optimizer.make_state()  # at first DTensor works out shapes, on tensors of their own that are no memory
+    if not fresh:
+        trainer.optimizer.drop_state()
+    return [fresh] if every == 1 or fresh + 1 >= steps else [fresh, fresh + 1]
+
+
+class _Watch(Watch):
+    """Has garbage collected between verbs: what the first use of PyTorch's own parts leaves is no part of a step."""
+
+    @contextmanager
+    def verb(self, name: str, positions: int) -> Iterator[None]:
+        gc.collect()
+        with super().verb(name, positions):
+            yield
+
+
+def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
+    """Return the model with its adapter on fake tensors, spread where there are several ranks; nothing is drawn."""
+    with unset_fake_temporarily():
+        model = build_model(config.model, device="meta", backend=config.hardware.backend, fake=True)
+        model = add_adapter(model, config.adapter)
+    for module in model.modules():  # ``to_empty`` swaps tensors, which fake ones do not take part in
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return model, None if mesh is None else parallelize(model, mesh)

@@ -1,0 +1,128 @@
+"""One process that plays one rank of many: what ``mode=simulate`` and ``mode=emulate`` share.
+
+The process group sends nothing and the other ranks are taken to be as the played one. What would come from them is
+uninitialised memory, so no result means anything; what is allocated, and on a GPU how long it takes, does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longstraw.config import RunConfig
+from longstraw.grpo import Group
+from longstraw.memory.fit import exceeded
+from longstraw.ops.host_sync import counts_stated
+from longstraw.parallel.mesh import Mesh, build_mesh
+from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.simulation.sampled_model import Stepped
+from longstraw.tracking.recorder import job_recorder
+from longstraw.training.monitor import Progress
+from longstraw.training.rank_metrics import MEANS
+from longstraw.training.trainer import Trainer
+
+# What only a run has.
+VALUES = (*MEANS, "grad_norm", "recompute_difference")
+TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
+Play = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
+
+
+def play_job(
+    play: Play, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
+) -> None:
+    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``.
+
+    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``attempt``, ``sweep``, ``command``,
+    ``overrides``.
+    """
+    folder = Path(run_dir)
+    with job_recorder(config, folder, mode=mode, selfcheck=selfcheck, **context) as recorder:
+        for row in play(config, Progress(folder / "progress.json")):
+            own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
+            chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}
+            over = exceeded(config, row["peak_allocated_bytes"], row["peak_verb"], row["peak_bytes_by_kind"])
+            recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES), **over})
+            if over:  # a later step that holds less must not be the job's last word
+                break
+
+
+def step_over(trainer: Trainer, *, blocks: bool) -> None:
+    """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set."""
+    if trainer.config.simulation.every:
+        return
+    trainer.model = Stepped(trainer.model, trainer.config, blocks=blocks)  # type: ignore[assignment]
+    if trainer.reference is not None:
+        trainer.reference = Stepped(trainer.reference, trainer.config, blocks=blocks)  # type: ignore[assignment]
+
+
+class PlayedMesh(Mesh):
+    """A mesh of which one rank is there."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.sizes.world
+
+
+@contextmanager
+def played_rank(config: RunConfig, device_type: str) -> Iterator[PlayedMesh | None]:
+    """Enter as one rank of ``config.hardware``, which hears nothing; yield its mesh, None where it is alone."""
+    world, rank = config.hardware.world_size, config.simulation.rank
+    with counts_stated(stated_counts(config)):
+        if world == 1:
+            yield None
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield PlayedMesh(**vars(build_mesh(rank_sizes(config.model, config.hardware), device_type)))
+        finally:
+            dist.destroy_process_group()
+
+
+class PlayedTask:
+    """The same group for every step: tokens drawn at random, all responses as long as they may be."""
+
+    def __init__(self, config: RunConfig, ready: Callable[[Tensor], Tensor] = lambda ids: ids):
+        """``ready`` is what makes of token ids what the step gets."""
+        self.description: dict[str, Any] = {"name": "played"}
+        generator = torch.Generator().manual_seed(config.seed)
+
+        def draw(count: int) -> Tensor:
+            return torch.randint(config.model.vocab_size, (count,), generator=generator)
+
+        group = Group(
+            draw(config.prompt_positions),
+            [draw(config.response_length) for _ in range(config.group_size)],
+            [float(i % 2) for i in range(config.group_size)],
+        )
+        group.prompt, group.responses = ready(group.prompt), [ready(ids) for ids in group.responses]
+        self._group = group
+
+    def group(self, step: int) -> Group:
+        return self._group
+
+
+def stated_counts(config: RunConfig) -> Callable[[Tensor, int], list[int]]:
+    """Return what states how many tokens go to each expert: those of this rank get ``imbalance`` times their share."""
+    ep, chosen = rank_sizes(config.model, config.hardware).ep, config.simulation
+
+    def state(places: Tensor, number: int) -> list[int]:
+        total, own = places.numel(), number // ep
+        if ep == 1 or number % ep:
+            return _evenly(total, number)
+        first = own * (chosen.rank % ep)
+        here = min(round(total / ep * chosen.imbalance), total)
+        others = _evenly(total - here, number - own)
+        return [*others[:first], *_evenly(here, own), *others[first:]]
+
+    return state
+
+
+def _evenly(total: int, places: int) -> list[int]:
+    return [total // places + (place < total % places) for place in range(places)]

@@ -1,0 +1,14 @@
+"""The command of this process, as it was typed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+
+def typed_command() -> str:
+    """Return the command as it was typed."""
+    program = Path(sys.argv[0])
+    start = ["python", "-m", "longstraw.run"] if program.name == "run.py" else [program.name]
+    return shlex.join([*start, *sys.argv[1:]])

@@ -1,0 +1,156 @@
+"""Records of a run and their copy in W&B.
+
+The record is the truth: one strict JSON line a step, written through at once, one file an attempt. W&B gets the same
+rows from a thread of its own, so that a run neither waits for it nor dies of it, whatever it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from longstraw.config import native_length_warning, to_dict
+from longstraw.tracking.constants import constant_keys
+from longstraw.tracking.jsonl_writer import Lines
+from longstraw.tracking.provenance import startup_facts
+from longstraw.tracking.schema import RecordError, check, complete, latest_attempt, plain, records_path
+from longstraw.tracking.wandb_mirror import _Mirror
+
+if TYPE_CHECKING:
+    from longstraw.config import RunConfig, TrackingConfig
+
+__all__ = ["RecordError", "Recorder", "append_row", "constant_keys", "latest_attempt", "records_path", "startup_facts"]
+
+log = logging.getLogger(__name__)
+
+
+def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = None) -> Path:
+    """Append a row in the name of a job that can no longer write it; return the file.
+
+    For the launcher, once the job is dead. The row joins the latest attempt's file unless ``attempt`` is given. A last
+    line that the job was killed in is closed first, so that it spoils nothing but itself.
+    """
+    attempt = latest_attempt(run_dir) or 0 if attempt is None else attempt
+    path = records_path(run_dir, attempt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Lines(path, fresh=False) as lines:
+        lines.write(complete({"attempt": attempt, **row}))
+    check(row)
+    return path
+
+
+def job_recorder(
+    config: RunConfig,
+    run_dir: str | Path,
+    *,
+    mode: str,
+    selfcheck: str | None,
+    run_id: str,
+    attempt: int = 0,
+    sweep: str | None = None,
+    command: str | None = None,
+    overrides: Sequence[str] = (),
+    rank: int = 0,
+) -> Recorder:
+    """Return the recorder of a job in ``mode``, with the keys that all its rows share; warn of an over-long context."""
+    if warning := native_length_warning(config.model, config.context):
+        log.warning(warning)
+    facts = startup_facts(config.processes.backend)
+    ours = {"mode": mode, "command": command or facts["command"], "selfcheck": selfcheck}
+    return Recorder(
+        run_dir,
+        run_id=run_id,
+        attempt=attempt,
+        config=to_dict(config),
+        tracking=config.tracking,
+        group=sweep,
+        name=" ".join(overrides) or config.model.name,
+        constants={**constant_keys(config), **facts, **ours},
+        rank=rank,
+    )
+
+
+class Recorder:
+    """Write a job's rows to its records file, and mirror them to W&B.
+
+    ``run_dir`` is the job's folder, ``config`` its whole configuration as nested dicts, ``group`` the sweep's name,
+    ``constants`` keys that every row shares. Only rank 0 writes; on other ranks every call does nothing. A records
+    file with rows in it is never overwritten: ``RecordError``.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        run_id: str,
+        attempt: int = 0,
+        config: dict[str, Any] | None = None,
+        tracking: TrackingConfig | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        constants: dict[str, Any] | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.path = records_path(run_dir, attempt)
+        self._attempt = attempt
+        self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
+        self._lines: Lines | None = None
+        self._mirror: _Mirror | None = None
+        self._status: str | None = None
+        if rank != 0:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = Lines(self.path, fresh=True)
+        options = {
+            "id": run_id,
+            "group": group and group[:128],  # a server takes no longer ones
+            "name": name and name[:128],
+            "project": getattr(tracking, "project", "longstraw"),
+            "entity": getattr(tracking, "entity", None),
+            "tags": list(getattr(tracking, "tags", [])),
+            "config": {**plain(config or {}), "attempt": attempt},
+        }
+        # Two processes that open one run id in one folder within a second overwrite each other's file.
+        folder = self.path.parent / "wandb" / f"attempt-{attempt}"
+        self._mirror = _Mirror.start(folder, getattr(tracking, "mode", "auto"), options)
+
+    @property
+    def superseded(self) -> bool:
+        """Whether a later attempt of this job has begun, so that this one is a zombie and should stop."""
+        return (latest_attempt(self.path.parent) or 0) > self._attempt
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write one row; keys it lacks are null.
+
+        Raises ``RecordError`` if the file cannot be written, and, with the row safely written without it, for a key
+        that is not in the listing or a value of the wrong type.
+        """
+        if self._lines is None:
+            return
+        row = {**self._constants, **row}
+        full = complete(row)
+        self._lines.write(full)
+        self._status = full["status"]
+        if self._mirror is not None:
+            self._mirror.log(full)
+        check(row)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the file, synced to the disk, and let W&B finish, for two minutes at most."""
+        if self._lines is not None:
+            self._lines.close()
+        if self._mirror is not None:
+            self._mirror.close(exit_code, preempted=self._status == "preempted")
+            self._mirror = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = error.code if isinstance(error, SystemExit) else 0 if error is None else 1
+        self.close(code if isinstance(code, int) else 0 if code is None else 1)

@@ -1,0 +1,1 @@
+"""The training loop: steps, optimizer, checkpoints, and what is measured meanwhile."""

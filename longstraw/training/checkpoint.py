@@ -1,0 +1,354 @@
+"""Checkpoints of a job: what is trained, the optimizer, the random states and the step, written whole or not at all.
+
+A checkpoint is a folder ``step-00000012``: 12 optimizer steps are in it, and the next one is number 12. The data and
+the learning rate of a step follow from its number, so the number is their state too. The retained prompt is not in it:
+it is evaluated anew. All ranks write, through torch.distributed.checkpoint, so tensors may be DTensors and another
+number of ranks may read.
+
+    step-00000012/state.json     step, attempt, ranks, and the length and sum of every other file; written last
+                 /.metadata      torch's: names, shapes, who wrote what
+                 /__0_0.distcp   rank 0's part
+
+It is written beside its place under a name that nobody reads, and renamed when every rank is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from longstraw.errors import RankLostError, describe, status_of
+
+log = logging.getLogger(__name__)
+
+STATE = "state.json"
+FORMAT = 1
+BLOCK = 1 << 24  # bytes read at a time for a file's sum
+
+
+class CheckpointMismatchError(ValueError):
+    """A whole checkpoint of something else than what is to be restored; the message says how they differ."""
+
+
+def agreed(flag: bool) -> bool:
+    """Return whether ``flag`` holds on any rank; every rank must call it."""
+    if not _ranks_are_several():
+        return flag
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    held = torch.tensor(int(flag), device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return bool(held)
+
+
+class Checkpoints:
+    """The checkpoints of one job, in a folder that all its ranks share.
+
+    ``parameters`` are the trained ones by name, restored in place, and ``updated`` the tensors that the optimizer
+    updates in their stead, such as copies in host memory. ``superseded`` says whether a later attempt of the job has
+    begun: then nothing is written any more.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        updated: Mapping[str, Tensor] | None = None,
+        keep_last: int = 2,
+        attempt: int = 0,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.parameters, self.optimizer = dict(parameters), optimizer
+        self.updated = self.parameters if updated is None else dict(updated)
+        named = {id(tensor) for tensor in self.updated.values()}
+        groups = optimizer.param_groups if optimizer is not None else []
+        if set(self.updated) != set(self.parameters) or not {id(p) for g in groups for p in g["params"]} <= named:
+            raise ValueError("the optimizer updates tensors that no name was given for; its state would be lost")
+        self.keep_last, self.attempt, self.superseded = keep_last, attempt, superseded
+        self.newest: int | None = None  # step of the newest one written or read
+
+    def save(self, step: int) -> bool:
+        """Write a checkpoint of the first ``step`` steps; return whether it stands. All ranks call it together."""
+        place = self.folder / _name(step)
+        beside = self.folder / f".{place.name}.attempt-{self.attempt}"
+        try:
+            return self._write(step, place, beside)
+        except Exception as error:
+            if _rank() == 0:
+                shutil.rmtree(beside, ignore_errors=True)  # on a full disk the record wants the room
+            if isinstance(error, OSError) and error.errno is not None:
+                raise OSError(error.errno, self._unwritten(step, error)) from error
+            raise
+
+    def _write(self, step: int, place: Path, beside: Path) -> bool:
+        if _rank() == 0:
+            shutil.rmtree(beside, ignore_errors=True)  # of a save that was killed
+            beside.mkdir(parents=True)
+        _together()
+        with _plain():
+            dcp.save(self._tensors(), checkpoint_id=beside, no_dist=not _ranks_are_several())
+        sums = _sums(beside, _from_first(lambda: sorted(path.name for path in beside.iterdir())))
+        stands = not agreed(self.superseded())
+        if _rank() == 0:
+            if stands:
+                self._publish(beside, place, step, sums)
+            else:
+                shutil.rmtree(beside, ignore_errors=True)
+        _together()
+        if stands:
+            self.newest = step
+        return stands
+
+    def _unwritten(self, step: int, error: OSError) -> str:
+        """Return what a user is told of a checkpoint that could not be written."""
+        older = f"that of step {self.newest} is whole" if self.newest is not None else "there is no older one"
+        again = f"once it can be, go on with: python -m longstraw.status {self.folder.parent} --again"
+        return f"{error.strerror}: the checkpoint of step {step} is not written, {older}; {again}"
+
+    def load(self) -> int | None:
+        """Restore the newest whole checkpoint; return its step, or ``None`` where there is none.
+
+        A broken one is passed over with a warning, nothing of it is read into the parameters. Raises
+        ``CheckpointMismatchError`` where a whole one does not fit.
+        """
+        for name, state in _from_first(lambda: [(x, read_state(self.folder / x)) for x in _steps(self.folder)]):
+            if wrong := _wrong(self.folder / name, state):
+                if _rank() == 0:
+                    log.warning("checkpoint %s is broken and passed over: %s", self.folder / name, wrong)
+                continue
+            self._read(self.folder / name)
+            self.newest = int(state["step"])
+            return self.newest
+        return None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all that is written, by name."""
+        tensors = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        if self.optimizer is not None:
+            for name, updated in self.updated.items():
+                for key, value in self.optimizer.state.get(updated, {}).items():
+                    tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        return tensors | random_states()
+
+    def _publish(self, beside: Path, place: Path, step: int, sums: dict[str, list[int]]) -> None:
+        """Give a written checkpoint its name, and remove those no longer kept."""
+        state = {"format": FORMAT, "step": step, "attempt": self.attempt, "ranks": _ranks(), "files": sums}
+        with (beside / STATE).open("w") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():  # of an earlier attempt that got as far
+            old = place.with_name(f".{place.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            place.rename(old)
+        beside.rename(place)
+        _sync(self.folder)
+        kept = [name for name in _steps(self.folder) if read_state(self.folder / name)]
+        for path in self.folder.iterdir():
+            stale = path.name.startswith(".step-") and path.name != beside.name
+            if stale or (path.name in kept[self.keep_last :]):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _read(self, place: Path) -> None:
+        held = {
+            name: item
+            for name, item in dcp.FileSystemReader(place).read_metadata().state_dict_metadata.items()
+            if isinstance(item, TensorStorageMetadata)
+        }
+        self._check(place, {name: tuple(item.size) for name, item in held.items()})
+        wanted = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        random = {name: state for name, state in random_states().items() if name in held}
+        moments = self._moments(held)
+        made = {f"optimizer.{name}.{key}": value for (name, key), value in moments.items()}
+        with _plain():
+            dcp.load(wanted | random | made, checkpoint_id=place, no_dist=not _ranks_are_several())
+        with torch.no_grad():
+            for name, updated in self.updated.items():
+                if updated is not self.parameters[name]:
+                    _local(updated).copy_(_local(self.parameters[name]))
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for (name, key), value in moments.items():
+                self.optimizer.state[self.updated[name]][key] = value
+        set_random_states(random)
+
+    def _moments(self, held: Mapping[str, TensorStorageMetadata]) -> dict[tuple[str, str], Tensor]:
+        """Return zeros to read the optimizer's tensors into, by parameter and key, laid out like the parameter."""
+        if self.optimizer is None:
+            return {}
+        moments = {}
+        for full, item in held.items():
+            name, _, key = full.removeprefix("optimizer.").rpartition(".")
+            if not full.startswith("optimizer.") or name not in self.updated:
+                continue
+            like, dtype = self.updated[name].detach(), item.properties.dtype
+            if tuple(item.size) == tuple(like.shape):
+                moments[name, key] = torch.zeros_like(like, dtype=dtype)
+            else:  # such as the count of steps, which the fused kernels want beside the parameter
+                device = like.device if self.optimizer.defaults.get("fused") else "cpu"
+                moments[name, key] = torch.zeros(tuple(item.size), dtype=dtype, device=device)
+        return moments
+
+    def _check(self, place: Path, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ``CheckpointMismatchError`` unless the checkpoint holds these parameters."""
+        held = {
+            name.removeprefix("parameters."): size for name, size in sizes.items() if name.startswith("parameters.")
+        }
+        for what, names in (
+            ("lacks", sorted(set(self.parameters) - set(held))),
+            ("has besides", sorted(set(held) - set(self.parameters))),
+            ("has in another shape", sorted(n for n, p in self.parameters.items() if held.get(n, p.shape) != p.shape)),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise CheckpointMismatchError(
+                    f"{place} {what} {', '.join(names[:3])}{more}: it is of another model or adapter; use the run's "
+                    f"own folder, or move the checkpoints away to start anew"
+                )
+
+
+def read_state(place: Path) -> dict[str, Any]:
+    """Return the ``state.json`` of a checkpoint; empty if there is none, or it is torn or of another format."""
+    try:
+        state = json.loads((place / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(state, dict) and state.get("format") == FORMAT and isinstance(state.get("files"), dict)
+    return state if whole else {}
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _steps(folder: Path) -> list[str]:
+    """Return the names of the folders that should be checkpoints, the newest first."""
+    return sorted((path.name for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+
+
+def _wrong(place: Path, state: dict[str, Any]) -> str:
+    """Return how a checkpoint is not what was written; empty if it is whole."""
+    if not state:
+        return f"{STATE} is missing or torn"
+    written = state["files"]
+    found = _sums(place, sorted(written))
+    return ", ".join(f"{f} {_difference(written[f], found[f])}" for f in sorted(written) if found[f] != written[f])
+
+
+def _sums(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """Return length and CRC-32 of each file, [-1, 0] for one that is not there; the ranks share the work."""
+    mine = {name: _sum(folder / name) for name in names[_rank() :: _ranks()]}
+    if not _ranks_are_several():
+        return mine
+    parts: list[Any] = [None] * _ranks()
+    dist.all_gather_object(parts, mine)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _sum(path: Path) -> list[int]:
+    length, total = 0, 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                length, total = length + len(block), zlib.crc32(block, total)
+    except OSError:
+        return [-1, 0]
+    return [length, total]
+
+
+def _difference(written: list[int], found: list[int]) -> str:
+    if found[0] < 0:
+        return "is missing"
+    return f"has {found[0]:,} of {written[0]:,} bytes" if found[0] != written[0] else "has other content"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def random_states() -> dict[str, Tensor]:
+    """Return this rank's random states by name."""
+    states = {f"random.{_rank()}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"random.{_rank()}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Set this rank's; a rank that was not there when they were written keeps its own."""
+    for name, state in states.items():
+        (torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state)(state)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the file system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    with contextlib.suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    """Keep torch from warning that a single rank is one, and raise what went wrong as what it was, with its rank.
+
+    torch raises no ``Exception`` here, so what handles those would miss a full disk.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: (item[0] != _rank(), item[0]))
+        if rank == _rank() or not isinstance(cause, Exception):
+            raise cause from error
+        raise RankLostError(rank, "its host", f"failed: {describe(cause)}", status_of(cause)) from error
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _ranks_are_several() -> bool:
+    return _ranks() > 1
+
+
+def _together() -> None:
+    """Wait for all ranks."""
+    if _ranks_are_several():
+        dist.barrier()
+
+
+def _from_first(look: Callable[[], list[Any]]) -> list[Any]:
+    """Return what rank 0 sees: on a shared file system the ranks may see different listings for a while."""
+    if not _ranks_are_several():
+        return look()
+    said = [look() if _rank() == 0 else None]
+    dist.broadcast_object_list(said, src=0)
+    return said[0] or []

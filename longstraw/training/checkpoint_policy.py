@@ -1,0 +1,119 @@
+"""When a job's checkpoints are written, from which one an attempt goes on, and what the record says of it.
+
+With ``refresh_every`` above 1 the parameters between two refreshes do not go with a freshly evaluated prompt, so
+checkpoints stand at refreshes only; what was done since is done again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstraw.config import RunConfig
+from longstraw.runtime.preemption import Preempted, Stop, Superseded
+from longstraw.tracking.recorder import Recorder, records_path
+from longstraw.tracking.schema import numbers
+from longstraw.training.checkpoint import Checkpoints, agreed, random_states, set_random_states
+
+
+class Keeper:
+    """The checkpoints of a running job. Every rank has one and calls it at the same places."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        parameters: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        updated: Mapping[str, torch.Tensor] | None = None,
+        recorder: Recorder,
+        stop: Stop,
+        attempt: int = 0,
+    ) -> None:
+        """``updated`` are the tensors that the optimizer updates in the parameters' stead, if there are such."""
+        self.config, self.stop, self.recorder = config, stop, recorder
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            parameters,
+            optimizer,
+            updated=updated,
+            keep_last=config.checkpoint.keep_last,
+            attempt=attempt,
+            superseded=lambda: recorder.superseded,
+        )
+        self._recorded = last_step(folder, attempt)
+        self._first: int | None = None
+        self._saved_at = time.monotonic()
+        self._random = random_states()
+
+    def resume(self) -> int:
+        """Restore the newest whole checkpoint, if there is one; return the step to go on with."""
+        self._first = self.checkpoints.load()
+        self._saved_at, self._random = time.monotonic(), random_states()
+        return self._first or 0
+
+    def begin(self) -> None:
+        """Stand at the border before a step: stop here if the job was asked to end."""
+        self._random = random_states()
+        self.stop.check()
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Return what the record of a step says of attempts; raise ``Superseded`` where it must not be written."""
+        if agreed(self.recorder.superseded):
+            raise Superseded("a later attempt of this job has begun; this one ends and leaves everything to it")
+        return {"resumed_step": self._first, "repeated": step <= self._recorded}
+
+    def end(self, step: int) -> None:
+        """Stand at the border after ``step`` steps: write a checkpoint if one is due."""
+        if step < self.config.steps and self._due(step):
+            self._save(step)
+
+    def leave(self, step: int, asked: Preempted) -> dict[str, Any]:
+        """Write a checkpoint in answer to ``asked``, in step number ``step`` of which nothing is kept; return a row."""
+        newest = self.checkpoints.newest
+        if step % self.config.refresh_every == 0 and newest != step:
+            set_random_states(self._random)  # the step that was left may have drawn from them
+            self._save(step)
+        newest = self.checkpoints.newest
+        asked.progressed = newest is not None and newest > (self._first or 0)
+        kept = f"the checkpoint of step {newest} is whole" if newest is not None else "there is no checkpoint yet"
+        again = f", {step - (newest or 0)} steps will be done again" if step > (newest or 0) else ""
+        asked.told = f"{asked}; {kept}{again}"
+        return {"step": step, "status": "preempted", "error": asked.told, "resumed_step": self._first}
+
+    def _due(self, step: int) -> bool:
+        if step % self.config.refresh_every:
+            return False
+        every = self.config.checkpoint.every
+        if every is not None:
+            return step - (self.checkpoints.newest or 0) >= every
+        return agreed(time.monotonic() - self._saved_at >= 60 * self.config.checkpoint.minutes)
+
+    def _save(self, step: int) -> None:
+        if not self.checkpoints.save(step):
+            raise Superseded("a later attempt of this job has begun; no checkpoint was written")
+        self._saved_at = time.monotonic()
+
+
+def last_step(folder: Path, attempt: int) -> int:
+    """Return the last step that an attempt before ``attempt`` recorded; -1 if none did."""
+    last = -1
+    for earlier in range(attempt):
+        try:
+            lines = records_path(folder, earlier).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            try:
+                row = numbers(json.loads(line))
+            except ValueError:  # torn by a kill
+                continue
+            if isinstance(row, dict) and row.get("status") == "ok" and isinstance(row.get("step"), int):
+                last = max(last, row["step"])
+    return last

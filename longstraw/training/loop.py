@@ -1,0 +1,132 @@
+"""The loop of a job: groups in, optimizer steps, one record a step."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longstraw.config import RunConfig
+from longstraw.errors import RankLostError, describe, status_of
+from longstraw.memory.meter import MemoryMeter
+from longstraw.parallel.comm_meter import TrafficMeter
+from longstraw.runtime.preemption import Preempted, Stop, Superseded
+from longstraw.selfcheck import check_job
+from longstraw.tracking.recorder import Recorder, job_recorder
+from longstraw.training.checkpoint import agreed
+from longstraw.training.checkpoint_policy import Keeper, last_step
+from longstraw.training.monitor import Progress, Watch
+from longstraw.training.trainer import Trainer, build_trainer, model_facts, save_trained
+
+if TYPE_CHECKING:
+    from longstraw.runtime.rendezvous import Ranks
+
+
+class NotFiniteError(ValueError):
+    """A step whose loss or gradient is NaN or infinite; its record is written, its parameters are unchanged."""
+
+
+def run_job(
+    config: RunConfig,
+    run_dir: str | Path,
+    *,
+    attempt: int = 0,
+    ranks: Ranks | None = None,
+    **context: Any,
+) -> Preempted | None:
+    """Run the steps of one job and write its records to ``run_dir``; go on from its newest checkpoint, if it has one.
+
+    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``sweep``, ``command``, ``overrides``.
+
+    A step that fails has its record too, with what had been measured until then; the exception goes on. A job that was
+    asked to end writes a checkpoint and a record of that, and returns why it ended.
+    """
+    folder, rank = Path(run_dir), ranks.rank if ranks is not None else 0
+    checked, wrong = check_job(config)
+    with (
+        job_recorder(config, folder, mode="run", selfcheck=checked, attempt=attempt, rank=rank, **context) as recorder,
+        MemoryMeter() as meter,
+        Stop(agreed).listening() as stop,
+        ExitStack() as resources,
+    ):
+        progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
+        traffic = None if ranks is None else resources.enter_context(TrafficMeter())
+        watch = Watch(meter, progress, stop, traffic, backend=config.hardware.backend)
+        try:
+            if wrong is not None:
+                raise wrong
+            if agreed(stop.asked is not None):  # while all this was loaded
+                return _unbegun(recorder, stop, folder, attempt)
+            trainer = build_trainer(config, watch)
+            named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+            keeper = Keeper(
+                config,
+                folder,
+                named,
+                trainer.optimizer.optimizer,
+                updated=dict(zip(named, trainer.optimizer.updated, strict=True)),
+                recorder=recorder,
+                stop=stop,
+                attempt=attempt,
+            )
+            _take_steps(trainer, keeper)
+            if config.save:
+                if rank == 0 and attempt:
+                    _discard_saved(folder)
+                save_trained(trainer, folder)
+        except Preempted as asked:
+            recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
+            return asked
+        except (NotFiniteError, Superseded):
+            raise
+        except Exception as error:
+            watch.peaks.collect()
+            cause = ranks.cause(error) if ranks is not None else error
+            if not recorder.superseded:
+                recorder.log(_failure(cause, progress.step, watch))
+            raise
+    return None
+
+
+def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Preempted:
+    """Record that the job was asked to end before it had loaded its model, which may take longer than it has left."""
+    asked = stop.preempted()
+    asked.told = f"{asked}; this attempt had not begun"
+    recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.told})
+    return asked
+
+
+def _discard_saved(folder: Path) -> None:
+    """Remove what an earlier attempt saved that was killed then, or after it."""
+    for pattern in ("model", "adapter", ".model.*", ".adapter.*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_steps(trainer: Trainer, keeper: Keeper) -> None:
+    """Take the steps that no checkpoint has, each with its record; ``progress.step`` is the one that is being taken."""
+    facts = model_facts(trainer)
+    first = keeper.resume()
+    trainer.tag_optimizer()
+    for step in range(first, trainer.config.steps):
+        trainer.watch.progress.step = step
+        keeper.begin()
+        row = trainer.step(step)
+        keeper.recorder.log({**facts, **row, **keeper.facts(step)})
+        if row["status"] != "ok":
+            raise NotFiniteError(f"step {step}: {row['error']}")
+        keeper.end(step + 1)
+
+
+def _failure(error: Exception, step: int, watch: Watch) -> dict[str, Any]:
+    return {
+        "step": step,
+        "status": status_of(error),
+        "error": describe(error),
+        "failed_rank": error.rank if isinstance(error, RankLostError) else 0,
+        "peak_allocated_bytes": watch.peaks.peak or None,
+        "peak_verb": watch.peaks.verb or None,
+        "peak_bytes_by_kind": watch.peaks.by_kind or None,
+        "seconds_by_verb": dict(watch.seconds),
+    }

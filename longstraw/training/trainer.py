@@ -1,0 +1,331 @@
+"""What lives as long as a job: model, data, optimizer, and one step after the other with its record."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longstraw.config import RunConfig, gradient_start
+from longstraw.data import Task, build_task
+from longstraw.grpo import Group, advantages, branch_losses
+from longstraw.memory.estimate import is_predicted, predict, step_flops
+from longstraw.models import build_model, load_model
+from longstraw.models.decoder import Decoder
+from longstraw.models.hf_weights import save_model
+from longstraw.models.lora import adapters_off, add_adapter, save_adapter
+from longstraw.ops.host_sync import number
+from longstraw.parallel.materialize import build_spread, gather_model
+from longstraw.parallel.mesh import Mesh, build_mesh
+from longstraw.parallel.parallel_dims import Sizes, rank_sizes
+from longstraw.parallel.parallelize import Parallel
+from longstraw.step import (
+    Retained,
+    StepResult,
+    check_group,
+    finish_step,
+    old_policy_logprobs,
+    prefill,
+    score_fresh,
+)
+from longstraw.training.monitor import Watch
+from longstraw.training.optimizer import Optimizer
+from longstraw.training.rank_metrics import together
+
+
+def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
+    """Return the step at which one prompt after the other would reach this one's group.
+
+    A task gives the same group for ``every`` steps in a row, so groups are ``every`` apart.
+    """
+    return (step // every * dp + dp_rank) * every
+
+
+@dataclass
+class Shared:
+    """A retained prompt that several optimizer steps share."""
+
+    group: Group
+    retained: Retained
+    old_logprobs: list[Tensor] | None
+    reference_logprobs: list[Tensor] | None
+    age: int = 0
+
+
+@dataclass
+class Trainer:
+    """What lives as long as the job."""
+
+    config: RunConfig
+    model: Decoder
+    task: Task
+    watch: Watch
+    optimizer: Optimizer
+    reference: Decoder | None  # of the KL term, where it is another model
+    parallel: Parallel | None = None  # where there is more than one rank
+    shared: Shared | None = None
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Take one optimizer step and return its record."""
+        self.watch.start()
+        begun = time.perf_counter()
+        optimizer_held = bool(self.optimizer.state())  # made by the first step's update
+        shared, prefilled, scored = self._prompt(step)
+        result = finish_step(
+            self.model,
+            shared.retained,
+            shared.group,
+            algorithm=self.config.algorithm,
+            response_length=self.config.response_length,
+            old_logprobs=shared.old_logprobs,
+            reference_logprobs=shared.reference_logprobs,
+            prefilled=prefilled,
+            scored=scored,
+            observer=self.watch,
+        )
+        if shared.retained.grad_from is not None or self.config.refresh_every == 1:
+            self.shared = None
+        seconds = time.perf_counter() - begun
+        with self.watch.aside():
+            drift = self._drift(shared, result)
+        begun = time.perf_counter()
+        norm = self._update(result.loss)
+        seconds += time.perf_counter() - begun
+        self.watch.peaks.collect()
+        row = {**self._measured(shared, result, optimizer_held), **self._learnt(shared, result), **drift}
+        row = together(row, self.parallel)
+        row |= {"step": step, "status": "ok", "seconds": seconds, "grad_norm": norm}
+        if not math.isfinite(norm) or not math.isfinite(row["loss"]):
+            row |= {"status": "error", "error": f"loss {row['loss']}, gradient norm {norm}: no step was taken"}
+        return row
+
+    def _prompt(self, step: int) -> tuple[Shared, int, int]:
+        """Return the retained prompt of this step, evaluated now or before, and the positions that took."""
+        if self.shared is not None and step % self.config.refresh_every:
+            self.shared.age += 1
+            return self.shared, 0, 0
+        self.shared = None  # the old prompt's state is gone before the new one's is made
+        config, algorithm = self.config, self.config.algorithm
+        group = self.task.group(self._groups_before(step))
+        check_group(group, self.model, algorithm, self.model if algorithm.kl_coef else None)
+        group = group.to(self.model.lm_head.weight.device)
+        self.watch.meter.tag("inputs", group.prompt)
+        self.watch.meter.tag("inputs", group.responses, host=True)
+        reference = None
+        if algorithm.kl_coef:
+            with nullcontext() if self.reference is not None else adapters_off(self.model):
+                reference = score_fresh(
+                    self.reference or self.model, group, chunk=config.chunk, state=config.state, observer=self.watch
+                )
+        grad_from = gradient_start(
+            group.prompt_positions - 1, config.chunk, config.prompt_grad, config.prompt_grad_window
+        )
+        retained = prefill(
+            self.model,
+            group.prompt,
+            chunk=config.chunk,
+            grad_from=grad_from,
+            state=config.state,
+            observer=self.watch,
+        )
+        old = old_policy_logprobs(self.model, retained, group, algorithm, observer=self.watch)
+        self.shared = Shared(group, retained, old, reference)
+        scored = sum(group.response_positions) * self._scorings()
+        scored += retained.positions if reference is not None else 0  # the reference evaluates the prompt for itself
+        return self.shared, retained.positions, scored
+
+    def _groups_before(self, step: int) -> int:
+        """Return the number that this rank's task knows its group by: prompts side by side take one each."""
+        if self.parallel is None:
+            return step
+        return group_number(step, self.config.refresh_every, self.parallel.mesh.sizes.dp, self.parallel.mesh.dp_rank)
+
+    def _scorings(self) -> int:
+        """Return how often the responses are evaluated without a graph on a fresh prompt."""
+        return bool(self.config.algorithm.kl_coef) + (self.config.algorithm.old_logprobs == "score")
+
+    def _drift(self, shared: Shared, result: StepResult) -> dict[str, float | None]:
+        """Return how far log-probabilities and loss are from those on a freshly evaluated prompt.
+
+        A state of age 0 is the freshly evaluated one, so its drift is 0; it is measured all the same where the state
+        will be reused. A loss on policy has none to tell: its ratios are 1 whatever the log-probabilities are.
+        """
+        if self.config.refresh_every == 1:
+            return {"logprob_drift": 0.0, "loss_drift": 0.0}
+        if not self.config.measure_drift:
+            return {}
+        config = self.config
+        fresh = score_fresh(self.model, shared.group, chunk=config.chunk, state=config.state, observer=self.watch)
+        masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
+        differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
+        drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean()), "loss_drift": None}
+        if shared.old_logprobs is None and not self.config.algorithm.kl_coef:
+            return drift
+        stale_loss, fresh_loss = (self._loss(shared, logprobs) for logprobs in (result.logprobs, fresh))
+        change = abs(stale_loss - fresh_loss)
+        return {**drift, "loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None}
+
+    def _loss(self, shared: Shared, logprobs: list[Tensor]) -> float:
+        """Return the group's loss for log-probabilities that are already there."""
+        losses = branch_losses(
+            shared.group,
+            self.config.algorithm,
+            self.config.response_length,
+            shared.old_logprobs,
+            shared.reference_logprobs,
+            torch.device("cpu"),
+        )
+        return sum(float(loss_of(lp).loss) for loss_of, lp in zip(losses, logprobs, strict=True))
+
+    def _update(self, loss: Tensor) -> float:
+        """Take the optimizer's step, if all is finite; return the gradients' norm before clipping."""
+        self.watch.note()
+        with self.watch.verb("optimizer", 0):
+            return self.optimizer.update(loss)
+
+    def tag_optimizer(self) -> None:
+        """Tell the meter which tensors are the optimizer's."""
+        self.watch.meter.tag("optimizer", self.optimizer.state())
+
+    def _measured(self, shared: Shared, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
+        peaks = self.watch.peaks
+        longest = max(shared.group.response_positions)
+        by_kind = self.watch.meter.bytes_by_kind()
+        prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
+        fresh = shared.age == 0
+        prediction = None
+        if is_predicted(self.config):
+            prediction = predict(
+                self.config,
+                prompt_positions=prompt_positions,
+                response_positions=longest,
+                optimizer_held=optimizer_held,
+                prefilled=fresh,
+            )
+        flops = step_flops(
+            self.config,
+            prompt_positions=prompt_positions,
+            responses=responses,
+            prefilled=fresh,
+            scored=self._scorings() if fresh else 0,
+        )
+        return {
+            "prompt_positions": prompt_positions,
+            "response_positions": longest,
+            "prefilled_positions": result.prefilled_positions,
+            "replayed_positions": result.replayed_positions,
+            "scored_positions": result.scored_positions,
+            "recomputed_positions": result.recomputed_positions,
+            "state_age": shared.age,
+            "peak_allocated_bytes": peaks.peak,
+            "peak_verb": peaks.verb,
+            "peak_by_verb": peaks.by_verb,
+            "predicted_peak_bytes": prediction and prediction.peak,
+            "measured_by": peaks.measured_by,
+            "peak_reserved_bytes": peaks.reserved,
+            "peak_bytes_by_kind": peaks.by_kind,
+            "predicted_bytes_by_kind": prediction and prediction.by_kind,
+            "parameter_bytes": by_kind["parameters"],
+            "gradient_bytes": self.watch.most["gradients"],
+            "optimizer_bytes": by_kind["optimizer"],
+            "retained_bytes": sum(result.retained_bytes.values()),
+            "retained_bytes_by_kind": result.retained_bytes,
+            "state_gradient_bytes": self.watch.most["state_gradient"],
+            "snapshot_bytes": self.watch.most["snapshots"],
+            "host_bytes": peaks.host,
+            "bytes_sent_by_collective": self.watch.traffic and self.watch.traffic.by_collective(),
+            "seconds_by_verb": dict(self.watch.seconds),
+            "flops": flops if self.config.adapter.name == "none" else None,
+            "recompute_difference": result.recompute_difference,
+        }
+
+    def _learnt(self, shared: Shared, result: StepResult) -> dict[str, Any]:
+        rewards = shared.group.rewards
+        distances = advantages(rewards, self.config.algorithm.scale_rewards)
+        return {
+            "loss": number(result.loss, 0.0),
+            "reward_mean": statistics.fmean(rewards),
+            "reward_std": statistics.stdev(rewards),
+            "advantage_abs_mean": statistics.fmean(map(abs, distances)),
+            "entropy": result.entropy,
+            **result.statistics.means(),
+        }
+
+
+Spread = tuple[Decoder, Parallel | None]
+MakeModel = Callable[[RunConfig, Mesh | None], Spread]
+
+
+def build_trainer(
+    config: RunConfig,
+    watch: Watch,
+    *,
+    task: Task | None = None,
+    mesh: Mesh | None = None,
+    make_model: MakeModel | None = None,
+) -> Trainer:
+    """Return model, data and optimizer of a job, their bytes told to the meter.
+
+    ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
+    """
+    task, make_model = task or build_task(config), make_model or _model
+    torch.manual_seed(config.seed)
+    if mesh is None and config.hardware.world_size > 1:
+        mesh = build_mesh(rank_sizes(config.model, config.hardware), config.hardware.backend)
+    model, parallel = make_model(config, mesh)
+    reference = None
+    if config.algorithm.kl_coef and config.adapter.name == "none":
+        reference = make_model(config, mesh)[0].requires_grad_(False)
+        watch.meter.tag("parameters", list(reference.parameters()))
+    watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
+    return Trainer(config, model, task, watch, optimizer, reference, parallel)
+
+
+def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
+    """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
+    device = torch.device(config.hardware.backend)
+    if mesh is not None:
+        parallel = build_spread(config.model, config.adapter, mesh, seed=config.seed, device=device)
+        return parallel.model, parallel
+    if config.model.checkpoint is not None:
+        model = load_model(config.model.checkpoint, config=config.model, device=device)
+    else:
+        model = build_model(config.model, seed=config.seed, device=device)
+    return add_adapter(model, config.adapter, seed=config.seed), None
+
+
+def save_trained(trainer: Trainer, folder: Path) -> None:
+    """Write what was trained into the run's folder: the adapter in PEFT's format, or the model in transformers'."""
+    model: Decoder | None = trainer.model
+    if trainer.parallel is not None:
+        model = gather_model(trainer.parallel, trainer.config.adapter)
+    if model is None:  # rank 0 has it
+        return
+    if trainer.config.adapter.name == "none":
+        save_model(model, folder / "model")
+    else:
+        save_adapter(model, folder / "adapter")
+
+
+def model_facts(trainer: Trainer) -> dict[str, Any]:
+    """Return what the record says of the model in every row."""
+    sizes = trainer.parallel.mesh.sizes if trainer.parallel is not None else Sizes(1, 1, 1)
+    named = list(trainer.model.named_parameters())
+    return {
+        "parameters": sum(p.numel() for _, p in named),
+        "trainable_parameters": sum(p.numel() for p in trainer.optimizer.parameters),
+        "frozen": sorted({"indexer" if ".indexer." in n else "base" for n, p in named if not p.requires_grad}),
+        "cp": sizes.cp,
+        "ep": sizes.ep,
+        "dp": sizes.dp,
+    }
