@@ -8,8 +8,8 @@ in float32. Each measurement is a process of its own, so that peaks are its own;
 runs with gradient checkpointing, a branch at a time, and logits for the response only. Its branches are alike, so
 ``branches`` of them are run and the rest are counted at the mean of those (0: all are run; the table says which).
 
-Peak bytes are those of live tensor storages during the step, on both sides by ``longstraw.memory.meter.MemoryMeter``, in a
-run that is not timed, for counting slows both sides.
+Peak bytes are those of live tensor storages during the step, on both sides by ``longstraw.memory.meter.MemoryMeter``,
+in a run that is not timed, for counting slows both sides.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.selfcheck import check_ops
 from longstraw.simulation.emulate import emulate
 from longstraw.simulation.simulate import simulate
-from longstraw.training.monitor import Progress, Watch
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.units import format_bytes
 
 PAPER = {"step": 5198.8, "replay": 264.4}  # seconds at 2,097,152 positions on eight H20, arXiv 2607.14952
@@ -217,7 +217,7 @@ class Bench:
         return torch.zeros(shape, device=self.clock.device)
 
 
-class PieceClock(Watch):
+class PieceClock(Monitor):
     """Notes the seconds of each chunk and branch, by verb, with the positions done before it and its own.
 
     The last one that was made is ``latest``: who emulates makes it.
@@ -284,7 +284,7 @@ def emulated(settings: Settings) -> dict[str, Any]:
         prompt_grad=settings.prompt_grad,
         mode="emulate",
     )
-    rank_sizes(config.model, config.hardware)  # refused before anything is made
+    resolve_dims(config.model, config.hardware)  # refused before anything is made
     (row,) = emulate(config, Progress(None), PieceClock)
     (said,) = simulate(config)
     assert PieceClock.latest is not None

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
-from longstraw.ops.host_sync import number
+from longstraw.ops.host_sync import read_scalar
 
 ADVANTAGE_EPS = 1e-6
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8; beyond it a ratio counts as that and passes no gradient, or inf * 0 = NaN
@@ -210,9 +210,9 @@ class Statistics:
 
     def means(self) -> dict[str, float | None]:
         """Return ``clip_fraction`` and ``kl`` per kept token; reads the tensors' values. No tokens: zeros."""
-        tokens = max(number(self.tokens, math.nan), 1.0)
-        kl = None if self.kl is None else number(self.kl, math.nan) / tokens
-        return {"clip_fraction": number(self.clipped, math.nan) / tokens, "kl": kl}
+        tokens = max(read_scalar(self.tokens, math.nan), 1.0)
+        kl = None if self.kl is None else read_scalar(self.kl, math.nan) / tokens
+        return {"clip_fraction": read_scalar(self.clipped, math.nan) / tokens, "kl": kl}
 
 
 @dataclass(frozen=True)

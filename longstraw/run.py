@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from longstraw.config import ConfigError, available, conf_dir
 from longstraw.config.overrides import FOLDERS, Typed, check
-from longstraw.runtime.process_info import started
+from longstraw.runtime.process_info import process_info
 from longstraw.tracking.command_line import typed_command
 
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
@@ -61,11 +61,11 @@ def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(), end="")
         return
-    by_torchrun = started().by == "torchrun" and started().world_size > 1
-    if by_torchrun and started().rank > 0:
-        from longstraw.launch.jobs import follow
+    by_torchrun = process_info().by == "torchrun" and process_info().world_size > 1
+    if by_torchrun and process_info().rank > 0:
+        from longstraw.launch.jobs import run_torchrun_worker
 
-        raise SystemExit(follow())
+        raise SystemExit(run_torchrun_worker())
     quiet = os.environ.get("HYDRA_FULL_ERROR") is None
     try:
         _start(quiet)
@@ -117,7 +117,7 @@ def _start(quiet: bool) -> None:
     typed = parse(arguments.overrides)
     check(typed)
     sweep = arguments.multirun or any(argument.key in ("sweep", "hydra.mode") for argument in typed)
-    if sweep and started().by == "torchrun":
+    if sweep and process_info().by == "torchrun":
         raise ConfigError(
             "torchrun starts the ranks of one job; a sweep starts its own: python -m longstraw.run -m ..."
         )

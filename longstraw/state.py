@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
-from longstraw.ops.host_sync import same
+from longstraw.ops.host_sync import equal_bits
 
 Tensors = dict[str, Tensor]
 
@@ -139,7 +139,7 @@ class Appended:
         self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
         self._layer = -1 if self._staging is None else self._staging.add(self._rows)
         self._grad_from = grad_from
-        self._learnt = [name for name in rows if name not in frozen]
+        self.loss_metrics = [name for name in rows if name not in frozen]
         self._grads: Tensors = {}
 
     def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
@@ -177,7 +177,7 @@ class Appended:
         return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in owed.items()}
 
     def freeze(self) -> None:
-        self._learnt = []
+        self.loss_metrics = []
 
     def num_bytes(self) -> dict[str, int]:
         return {name: rows.nbytes for name, rows in self._rows.items()}
@@ -193,7 +193,7 @@ class Appended:
     def _buffers(self) -> Tensors:
         """The gradient buffers, made when the first branch asks: the prompt's prefill runs without them."""
         if not self._grads:
-            for name in self._learnt:
+            for name in self.loss_metrics:
                 rows = self._rows[name]
                 shape = (len(rows) - self._held(self._grad_from or 0), *rows.shape[1:])
                 self._grads[name] = self._empty(shape, self._gradient_dtype).zero_()
@@ -275,6 +275,6 @@ def _difference(kept: Tensor, again: Tensor) -> float:
     if not again.numel():
         return 0.0
     kept = kept.to(again.device)
-    if same(kept, again):
+    if equal_bits(kept, again):
         return 0.0
     return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError
-from longstraw.launch.jobs import again, launch
+from longstraw.launch.jobs import launch, resume_jobs
 from longstraw.launch.logs import failed_tail, log_path, tail
-from longstraw.launch.result import leave_word
+from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
 from longstraw.tracking.run_folder import aligned, has_result, read_json, read_steps
 from longstraw.units import format_bytes
@@ -79,7 +79,8 @@ def find_jobs(path: Path) -> list[Status]:
         hint = f"; the newest below it is {known[-1].parent}" if known else ""
         raise FileNotFoundError(f"{path} is no folder of jobs: it has no sweep.json{hint}")
     jobs = [
-        Status(_moved(entry, folder), entry["num"], entry["where"] == "slurm", entry.get("job_id")) for entry in entries
+        Status(_moved(entry, folder), entry["num"], entry["executor"] == "slurm", entry.get("job_id"))
+        for entry in entries
     ]
     return [job for job in jobs if only is None or job.run_dir.resolve() == only.resolve()]
 
@@ -111,7 +112,7 @@ def _look_slurm(job: Status, known: Known, over: bool, trouble: str) -> None:
     if over and not has_result(job.run_dir):
         state = known.state if known.over else "it knows the job no more"
         attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + known.restarts
-        leave_word(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", attempt)
+        record_failure(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", attempt)
     if known.state in WAITING:  # also one whose other ranks ended when a node was lost: SLURM starts it again
         job.state, job.note = "pending", advice(known.reason)
     elif over or has_result(job.run_dir):
@@ -136,7 +137,7 @@ def _look_here(job: Status) -> None:
     elif _alive(process["pid"]):
         job.state = "running"
     else:
-        leave_word(job.run_dir, "error", "the process was killed from outside, or by the kernel for want of memory")
+        record_failure(job.run_dir, "error", "the process was killed from outside, or by the kernel for want of memory")
         job.state = _ended(job.run_dir)
 
 
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _start_again(run_dirs: Sequence[Path]) -> int:
     """Launch jobs again, from their checkpoints; return the exit status."""
     try:
-        return launch(again(run_dirs), run_dirs[0].parent, alone=False)
+        return launch(resume_jobs(run_dirs), run_dirs[0].parent, alone=False)
     except ConfigError as error:
         print(f"longstraw: {error}", file=sys.stderr)
         return 2

@@ -27,7 +27,7 @@ from longstraw.config import INNER_CHUNK, AlgorithmConfig, StateConfig, gradient
 from longstraw.grpo import Group, Statistics, branch_losses
 from longstraw.models.decoder import Decoder
 from longstraw.ops.host_offload import to_host
-from longstraw.ops.host_sync import number
+from longstraw.ops.host_sync import read_scalar
 from longstraw.state import RetainedState
 
 
@@ -50,22 +50,22 @@ _UNOBSERVED = Observer()
 
 @dataclass
 class Retained:
-    """A prompt that was evaluated once. A prompt backward spends it: then it is refused."""
+    """A prompt that was evaluated once. Consumed by ``prompt_backward``; using it again raises."""
 
     states: list[RetainedState]
     prompt: Tensor  # [P]
     chunk: int
     grad_from: int | None  # the first position whose state gets a gradient; None: no position's does
-    spent: bool = False
+    consumed: bool = False
 
     @property
     def positions(self) -> int:
         return len(self.prompt) - 1
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a spent prompt: the gradients still on its state would count twice."""
-        if self.spent:
-            raise ValueError("this retained prompt was spent by a prompt backward; prefill the prompt again")
+        """Raise ``ValueError`` for a consumed prompt: the gradients still on its state would count twice."""
+        if self.consumed:
+            raise ValueError("this retained prompt was consumed by a prompt backward; prefill the prompt again")
 
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes of the state by tensor name, over all layers."""
@@ -115,7 +115,7 @@ def prefill(
     with observer.verb("prefill", positions):
         observer.holds(states)
         pieces = prompt[:positions].split(chunk) if positions else ()
-        for tokens in _rounds(model, pieces, prompt[:0]):
+        for tokens in pad_to_longest_rank(model, pieces, prompt[:0]):
             _, updates = model(tokens, [s.leaves(s.positions, grad=False) for s in states], state_only=True)
             for layer, update in zip(states, updates, strict=True):
                 layer.absorb(update, len(tokens), model.split(len(tokens)).start)
@@ -132,7 +132,7 @@ def score(
     """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host."""
     scored = []
     with observer.verb("score", sum(map(len, responses))):
-        for response in _rounds(model, responses, retained.prompt[:0]):
+        for response in pad_to_longest_rank(model, responses, retained.prompt[:0]):
             logprobs, _ = _branch(model, retained, response, grad=False)
             scored.append(to_host(logprobs))
             observer.advance(len(response))
@@ -172,32 +172,32 @@ def replay(
             sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
             del branch, lp, entropy, own  # the graph ends here
             observer.advance(len(response))
-        for nothing in _rounds(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
+        for nothing in pad_to_longest_rank(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
             (_branch(model, retained, nothing, grad=False)[0].sum() * 0).backward()
             observer.advance(0)
     assert sums is not None  # a group has two responses or more
     loss, entropy_sum, statistics = sums
-    return loss, logprobs, number(entropy_sum / statistics.tokens.clamp(min=1), math.nan), statistics
+    return loss, logprobs, read_scalar(entropy_sum / statistics.tokens.clamp(min=1), math.nan), statistics
 
 
 def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = _UNOBSERVED) -> float:
     """Carry the gradient that branches left on the state back through the prompt, one recomputed chunk at a time.
 
-    Adds to the gradients of the parameters and spends ``retained``. Returns the largest absolute difference between
+    Adds to the gradients of the parameters and consumes ``retained``. Returns the largest absolute difference between
     what was evaluated again and what was retained: 0 where evaluation is deterministic.
     """
     states, positions, difference = retained.states, retained.positions, 0.0
     first = positions if retained.grad_from is None else retained.grad_from
     starts = list(reversed(range(first, positions, retained.chunk)))
-    rounds = _rounds(model, starts, None)
+    rounds = pad_to_longest_rank(model, starts, None)
     if not rounds:
         return 0.0
     retained.check()
-    retained.spent = retained.grad_from is not None
+    retained.consumed = retained.grad_from is not None
     with observer.verb("prompt_backward", positions - first):
         for start in rounds:
             if start is None:
-                _backward_of_nothing(model, retained, first)
+                empty_backward(model, retained, first)
                 observer.advance(0)
                 continue
             end = min(start + retained.chunk, positions)
@@ -348,7 +348,7 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, refere
     """Raise ``ValueError`` for what would fail, or be wrong, far from its cause."""
     vocabulary = model.config.vocab_size
     for what, ids in (("prompt", group.prompt), *((f"response {i}", ids) for i, ids in enumerate(group.responses))):
-        if (largest := int(number(ids.max(), 0))) >= vocabulary:
+        if (largest := int(read_scalar(ids.max(), 0))) >= vocabulary:
             raise ValueError(f"{what}: token id {largest} is not below the vocabulary size {vocabulary}")
     if algorithm.kl_coef and reference is None:
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
@@ -366,7 +366,7 @@ def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) ->
     return model.logprobs(hidden, response)
 
 
-def _rounds(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:
+def pad_to_longest_rank(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:
     """Return ``items``, followed by nothing as often as prompts that stand beside this one have more of them.
 
     Ranks of all prompts hold parts of the same parameters, so all take part in every evaluation.
@@ -374,7 +374,7 @@ def _rounds(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:
     return [*items, *[nothing] * (model.agree(len(items)) - len(items))]
 
 
-def _backward_of_nothing(model: Decoder, retained: Retained, first: int) -> None:
+def empty_backward(model: Decoder, retained: Retained, first: int) -> None:
     """Take part in the prompt backward of prompts with more chunks than this one, whose own has come to ``first``."""
     past = [state.leaves(first, grad=False) for state in retained.states]
     _, updates = model(retained.prompt[:0], past, state_only=True)

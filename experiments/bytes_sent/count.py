@@ -15,7 +15,7 @@ from longstraw.models import build_model
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm
 from longstraw.parallel.mesh import build_mesh
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.parallel.parallelize import parallelize
 from longstraw.step import Observer, grpo_step
 
@@ -67,7 +67,7 @@ def main():
         chunk=given.chunk,
         prompt_grad=given.prompt_grad,
     )
-    sizes = rank_sizes(run.model, hardware)
+    sizes = resolve_dims(run.model, hardware)
     prompt, responses = given.context - given.response, [given.response] * 2
     predicted = bytes_sent(run, sizes, prompt_positions=prompt, response_positions=responses)
     counted = count(run, sizes, prompt, responses) if "RANK" in os.environ else []

@@ -1,4 +1,4 @@
-"""The configuration of a job as typed objects: what YAML files and the command line become, and nothing else travels."""
+"""The configuration of a job as typed objects, which YAML files and the command line become."""
 
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (

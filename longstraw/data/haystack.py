@@ -18,7 +18,7 @@ PIECE = 2**20  # characters read and tokenised at a time, so that a file of any 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}  # of the standard library
 
 
-def read_hay(places: list[str], tokenizer: Tokenizer, least: int) -> tuple[str, NDArray[np.int64], str]:
+def read_haystack(places: list[str], tokenizer: Tokenizer, least: int) -> tuple[str, NDArray[np.int64], str]:
     """Return text, its tokens and a name for where it comes from: ``least`` tokens or more, fewer if there are no more.
 
     Folders are walked in sorted order and what is no UTF-8 text in them is passed over; a named file must be text.

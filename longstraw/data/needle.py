@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from longstraw.config import NeedleConfig, RunConfig
-from longstraw.data.haystack import read_hay
+from longstraw.data.haystack import read_haystack
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 from longstraw.grpo import Group
@@ -45,7 +45,7 @@ class NeedleTask:
         self._config, self._data, self._tokenizer = config, data, tokenizer
         self._check_room()
         wanted = max(config.prompt_positions, SPARE_HAY)
-        self._text, self._hay, source = read_hay(data.haystack, tokenizer, wanted)
+        self._text, self._hay, source = read_haystack(data.haystack, tokenizer, wanted)
         self._words = [word for word in WORDS if f"magic number of {word}" not in self._text]
         if not self._words:
             raise DataError(f"data.haystack: {source} speaks of the magic number of every word the needle could name")

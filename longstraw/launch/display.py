@@ -18,7 +18,7 @@ LINE_SECONDS = 30.0  # between two lines on one job's progress where there is no
 
 
 @dataclass
-class Line:
+class JobLine:
     """One job on the screen. ``state`` is ``queued``, ``running``, ``done`` or ``failed``."""
 
     run_dir: Path
@@ -64,7 +64,7 @@ class Line:
 class Screen:
     """Show jobs until closed; on a terminal in place, otherwise line by line."""
 
-    def __init__(self, lines: Sequence[Line], out: TextIO | None = None) -> None:
+    def __init__(self, lines: Sequence[JobLine], out: TextIO | None = None) -> None:
         self.lines, self.out = lines, out or sys.stdout
         self._told: dict[Path, float] = {}
         self._live: Any = None
@@ -75,7 +75,7 @@ class Screen:
             self._live = Live(console=Console(file=self.out), auto_refresh=False, transient=True)
             self._live.start()
 
-    def update(self, changed: Sequence[Line] = ()) -> None:
+    def update(self, changed: Sequence[JobLine] = ()) -> None:
         """Show how things stand; ``changed`` are the jobs whose state is new."""
         if self._live is not None:
             self._live.update(self._rows(), refresh=True)
@@ -96,9 +96,9 @@ class Screen:
 
         colours = {"queued": "dim", "running": "cyan", "done": "green", "failed": "red"}
         rows = Table.grid(padding=(0, 2))
-        shown = [line for line in self.lines if line.state == "running"]
-        shown += [line for line in self.lines if line.state != "running"][: max(30 - len(shown), 0)]
-        for line in sorted(shown, key=self.lines.index):
+        show_job = [line for line in self.lines if line.state == "running"]
+        show_job += [line for line in self.lines if line.state != "running"][: max(30 - len(show_job), 0)]
+        for line in sorted(show_job, key=self.lines.index):
             took = format_seconds(time.monotonic() - line.since) if line.state == "running" else ""
             state = Text(line.state, style=colours[line.state])
             progress = Text(line.progress(), no_wrap=True, overflow="ellipsis")
@@ -107,7 +107,7 @@ class Screen:
 
 
 @contextmanager
-def shown(line: Line) -> Iterator[None]:
+def show_job(line: JobLine) -> Iterator[None]:
     """Show one job that runs in this process, from a thread."""
     line.become("running")
     screen, over = Screen([line]), threading.Event()

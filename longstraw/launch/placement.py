@@ -10,51 +10,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
-from longstraw.parallel.parallel_dims import rank_sizes
-from longstraw.runtime.process_info import check_world_size, started
+from longstraw.parallel.parallel_dims import resolve_dims
+from longstraw.runtime.process_info import check_world_size, process_info
 
 NEEDS_NONE = "mode=simulate needs no hardware, and model=qwen3_6_tiny hardware=cpu runs on any machine"
 
 
 @dataclass(frozen=True)
-class Place:
-    """``mode`` is never ``auto``; ``where`` is ``here``, ``slurm`` or, without the hardware, ``nowhere``."""
+class Placement:
+    """Where a job runs: ``mode`` never ``auto``; ``executor`` ``local``, ``slurm`` or ``none`` (no such hardware)."""
 
     mode: str
-    where: str
+    executor: str
     why: str  # for the first line a user reads
 
 
-def resolve(config: RunConfig) -> Place:
+def resolve(config: RunConfig) -> Placement:
     """Return where and in which mode a job will run; raise ``ConfigError`` saying what is missing."""
-    place = find(config.hardware)
-    if config.mode in ("simulate", "emulate") or (config.mode == "auto" and place.where == "nowhere"):
-        return _played(config, place)
-    if place.where == "nowhere":
-        raise ConfigError(f"mode=run: {place.why}; {NEEDS_NONE}")
-    _check_ranks(config, place)
-    return place
+    placement = find(config.hardware)
+    if config.mode in ("simulate", "emulate") or (config.mode == "auto" and placement.executor == "none"):
+        return _single_rank_placement(config, placement)
+    if placement.executor == "none":
+        raise ConfigError(f"mode=run: {placement.why}; {NEEDS_NONE}")
+    _check_ranks(config, placement)
+    return placement
 
 
-def _played(config: RunConfig, place: Place) -> Place:
+def _single_rank_placement(config: RunConfig, placement: Placement) -> Placement:
     """Return where one process plays a rank of the job's hardware: here."""
     name = f"hardware={config.hardware.name}"
-    if started().world_size > 1:
+    if process_info().world_size > 1:
         raise ConfigError(f"mode={config.mode} is one process, whatever the ranks: start it without torchrun or srun")
-    rank_sizes(config.model, config.hardware)
+    resolve_dims(config.model, config.hardware)
     if config.mode == "auto":
-        return Place("simulate", "here", place.why)
+        return Placement("simulate", "local", placement.why)
     if config.mode == "simulate":
-        return Place("simulate", "here", f"{name} is not touched")
+        return Placement("simulate", "local", f"{name} is not touched")
     if config.hardware.backend == "cuda" and not visible_gpus():
         raise ConfigError(f"mode=emulate plays a rank of {name} on one GPU, and none is visible here; {NEEDS_NONE}")
-    return Place("emulate", "here", f"rank {config.simulation.rank} of {name}; its values mean nothing")
+    return Placement("emulate", "local", f"rank {config.simulation.rank} of {name}; its values mean nothing")
 
 
-def _check_ranks(config: RunConfig, place: Place) -> None:
+def _check_ranks(config: RunConfig, placement: Placement) -> None:
     """Raise ``ConfigError`` where the job's ranks cannot be started, or others than its own were."""
-    hardware, me, name = config.hardware, started(), f"hardware={config.hardware.name}"
-    rank_sizes(config.model, hardware)
+    hardware, me, name = config.hardware, process_info(), f"hardware={config.hardware.name}"
+    resolve_dims(config.model, hardware)
     if me.by == "torchrun":
         check_world_size(me, hardware)
         if config.launch.detach:
@@ -64,38 +64,40 @@ def _check_ranks(config: RunConfig, place: Place) -> None:
             f"srun started this command {me.world_size} times; start it once, it starts the ranks of {name} itself, or "
             "let srun start torchrun on each node"
         )
-    elif place.where == "here" and hardware.nodes > 1:
+    elif placement.executor == "local" and hardware.nodes > 1:
         raise ConfigError(
-            f"{name} has {hardware.nodes} nodes and the job would run on this one alone ({place.why}); start it "
+            f"{name} has {hardware.nodes} nodes and the job would run on this one alone ({placement.why}); start it "
             "outside an allocation with hardware.partition=..., or with torchrun on each node"
         )
 
 
-def find(hardware: HardwareConfig) -> Place:
+def find(hardware: HardwareConfig) -> Placement:
     """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
     name = f"hardware={hardware.name}"
-    if (me := started()).by == "torchrun":
-        return Place("run", "here", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})")
+    if (me := process_info()).by == "torchrun":
+        return Placement(
+            "run", "local", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})"
+        )
     sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
     if "SLURM_JOB_ID" in os.environ:
-        return Place("run", "here", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
+        return Placement("run", "local", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
     if hardware.backend == "cpu":
         if sbatch:
-            return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+            return Placement("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
         ranks = f"{hardware.world_size} ranks " if hardware.world_size > 1 else ""
-        return Place("run", "here", f"{ranks}on this machine's processor ({name})")
+        return Placement("run", "local", f"{ranks}on this machine's processor ({name})")
     wanted, visible = hardware.nodes * max(hardware.gpus_per_node, 1), len(visible_gpus())
     if hardware.nodes == 1 and visible >= wanted:
-        return Place("run", "here", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
+        return Placement("run", "local", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
     if sbatch:
-        return Place("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
+        return Placement("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
     lacks = "sbatch is not on PATH" if hardware.partition is not None else "hardware.partition names no SLURM partition"
     shape = (
         f"{hardware.nodes} nodes with {hardware.gpus_per_node} GPUs each"
         if hardware.nodes > 1
         else f"{wanted} GPU{'s' * (wanted > 1)}"
     )
-    return Place("simulate", "nowhere", f"{name} wants {shape}, {visible} visible here and {lacks}")
+    return Placement("simulate", "none", f"{name} wants {shape}, {visible} visible here and {lacks}")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:

@@ -17,7 +17,7 @@ from longstraw.tracking.run_folder import last_row, write_json
 from longstraw.tracking.schema import RecordError
 
 
-def leave_word(
+def record_failure(
     folder: Path, status: str, reason: str, attempt: int | None = None, failed_rank: int | None = None
 ) -> None:
     """See to it that the records of a job that ended badly say so, and write its ``result.json``.
@@ -37,7 +37,7 @@ def leave_word(
     else:
         status, reason = row["status"], row.get("error") or reason
     try:
-        _finish(folder, latest_attempt(folder) or 0 if attempt is None else attempt, status, reason)
+        write_result(folder, latest_attempt(folder) or 0 if attempt is None else attempt, status, reason)
     except OSError as error:  # without a result the job counts as failed
         print(f"longstraw: {error}", file=sys.stderr)
 
@@ -60,7 +60,7 @@ def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed
     }
 
 
-def _finish(folder: Path, attempt: int, status: str, reason: str | None) -> None:
+def write_result(folder: Path, attempt: int, status: str, reason: str | None) -> None:
     if (latest_attempt(folder) or 0) > attempt:  # a later one has begun: the word is its
         return
     result = {"attempt": attempt, "status": status, "error": reason, "host": socket.gethostname()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import ConfigError, RunConfig, from_composed
-from longstraw.launch.placement import Place
+from longstraw.launch.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Job:
     overrides: list[str]
     run_dir: Path
     config: RunConfig
-    place: Place
+    placement: Placement
 
 
 def draft(num: int, overrides: list[str], run_dir: Path, composed: Any) -> Draft:

@@ -20,11 +20,11 @@ from typing import Any
 
 from longstraw.config import HardwareConfig, RunConfig, from_dict
 from longstraw.errors import RankLostError, describe, status_of
-from longstraw.launch.result import _finish, leave_word
+from longstraw.launch.result import record_failure, write_result
 from longstraw.launch.slurm import SlurmError, own_id, requeue
-from longstraw.runtime.failure_files import word_of, words_folder, write_word
+from longstraw.runtime.failure_files import failure_fields, ranks_folder, write_failure
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
-from longstraw.runtime.process_info import check_world_size, started, threads
+from longstraw.runtime.process_info import check_world_size, process_info, threads
 from longstraw.tracking.run_folder import last_row, write_json
 
 LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
@@ -37,19 +37,19 @@ def execute(run_dir: str | Path) -> None:
     or, once that one is lost, another. Each rank that fails leaves its reason, and each has a log of its own.
     """
     folder = Path(run_dir)
-    with _listening():
+    with _note_signals():
         stopped, config, ran = _run(folder)
     if stopped is not None and rank() == 0:
-        _leave(config, stopped, ran)
+        _requeue(config, stopped, ran)
 
 
-def _listening() -> contextlib.AbstractContextManager[Any]:
+def _note_signals() -> contextlib.AbstractContextManager[Any]:
     """Note a signal that comes before the loop listens, or after: submitit would ignore it, or end the job with it.
 
     Loading the loop and the ranks' meeting take longer than many a site waits. A job that a user started in a terminal
     ends at once instead.
     """
-    return Stop().listening() if started().by in ("slurm", "local") else contextlib.nullcontext()
+    return Stop().listening() if process_info().by in ("slurm", "local") else contextlib.nullcontext()
 
 
 def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
@@ -71,18 +71,18 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     except Superseded:
         raise
     except Exception as error:
-        if rank() == 0 or _inherits(folder, attempt, error):
+        if rank() == 0 or claim_failover(folder, attempt, error):
             with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
                 (folder / "error.txt").write_text(traceback.format_exc())
-            leave_word(folder, status_of(error), describe(error), attempt, failed_rank(error))
-        if started().world_size > 1:
+            record_failure(folder, status_of(error), describe(error), attempt, failed_rank(error))
+        if process_info().world_size > 1:
             own = RankLostError(rank(), socket.gethostname(), f"failed: {describe(error)}", status_of(error))
             lost = error if isinstance(error, RankLostError) else own
-            write_word(words_folder(folder, attempt), rank(), word_of(lost))  # unless it has left one
+            write_failure(ranks_folder(folder, attempt), rank(), failure_fields(lost))  # unless it has left one
         raise
     if rank() == 0:
         row = last_row(folder) or {}
-        _finish(folder, attempt, row.get("status") or "ok", row.get("error"))
+        write_result(folder, attempt, row.get("status") or "ok", row.get("error"))
     return stopped, config, time.monotonic() - began
 
 
@@ -101,7 +101,7 @@ def _loop(mode: str) -> Callable[..., Preempted | None]:
     return run_job
 
 
-def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:
+def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:
     """Go back into SLURM's queue, unless this job would never get further; raise what stopped it where it may not."""
     job_id, limit = own_id(), 60 * config.hardware.time_min
     if job_id is None or not config.checkpoint.requeue:
@@ -123,7 +123,7 @@ def _leave(config: RunConfig, stopped: Preempted, ran: float) -> None:
 
 def rank() -> int:
     """Return this process's rank as submitit, SLURM or torchrun tell it; 0 without any."""
-    return started().rank
+    return process_info().rank
 
 
 def failed_rank(error: BaseException) -> int:
@@ -135,25 +135,25 @@ def _prepare_process() -> None:
     """Set what torch reads when it is loaded."""
     # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if started().world_size > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads(started())))
+    if process_info().world_size > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads(process_info())))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is a page of C++ frames otherwise
 
 
 @contextlib.contextmanager
 def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator[dict[str, Any]]:
     """Yield what the training loop is told of the ranks: nothing if there is one."""
-    check_world_size(started(), hardware)
-    if started().world_size == 1:
+    check_world_size(process_info(), hardware)
+    if process_info().world_size == 1:
         yield {}
         return
     from longstraw.runtime.rendezvous import connect
 
     def last_word(lost: RankLostError) -> None:
-        if rank() == 0 or _inherits(folder, attempt, lost):
-            leave_word(folder, status_of(lost), describe(lost), attempt, lost.rank)
+        if rank() == 0 or claim_failover(folder, attempt, lost):
+            record_failure(folder, status_of(lost), describe(lost), attempt, lost.rank)
 
-    words = words_folder(folder, attempt)
+    words = ranks_folder(folder, attempt)
     words.mkdir(parents=True, exist_ok=True)
     with _logged(words / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
         yield {"ranks": ranks}
@@ -176,11 +176,11 @@ def _logged(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def _inherits(folder: Path, attempt: int, error: BaseException) -> bool:
+def claim_failover(folder: Path, attempt: int, error: BaseException) -> bool:
     """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
     if not isinstance(error, RankLostError) or error.rank != 0:
         return False
-    words = words_folder(folder, attempt)
+    words = ranks_folder(folder, attempt)
     with contextlib.suppress(OSError):
         words.mkdir(parents=True, exist_ok=True)
         (words / "heir").touch(exist_ok=False)

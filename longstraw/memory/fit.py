@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
 from longstraw.memory.estimate import Prediction, is_predicted, layout_of, predict
 from longstraw.memory.estimate.ranks import Layout
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.units import GB, format_bytes
 
 MARGIN = 1.016  # a prediction may be that much too high
@@ -141,7 +141,7 @@ def smallest_hardware(config: RunConfig, *, from_one: bool = False) -> HardwareC
     for hardware in _larger(config.hardware, from_one):
         bigger = replace(config, hardware=hardware, simulation=replace(config.simulation, rank=0))
         try:
-            rank_sizes(config.model, hardware)
+            resolve_dims(config.model, hardware)
         except ConfigError:  # not every number of ranks can share a model
             continue
         if is_predicted(bigger) and _load(hardware, predicted(bigger)) <= 1:

@@ -19,7 +19,7 @@ _CLASSES = {
 }
 
 
-def published_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of ``config.json`` for transformers' class of this model, with weights in ``dtype``.
 
     What the checkpoint's own file says beyond our fields, such as token ids, is kept if the checkpoint is still there.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from longstraw.config import ModelConfig
 from longstraw.layers.lora_weight import effective_weight
-from longstraw.models.hf_config import published_config
+from longstraw.models.hf_config import to_hf_config
 
 if TYPE_CHECKING:
     from longstraw.models.decoder import Decoder
@@ -275,7 +275,7 @@ def save_model(model: Decoder, folder: str | Path, *, shard_bytes: int = SHARD_B
         _write_shards(list(_to_write(model)), made, shard_bytes)
         for source in _companions(model.config):
             shutil.copyfile(source, made / source.name)
-        (made / "config.json").write_text(json.dumps(published_config(model.config, dtype), indent=2) + "\n")
+        (made / "config.json").write_text(json.dumps(to_hf_config(model.config, dtype), indent=2) + "\n")
 
 
 @contextmanager

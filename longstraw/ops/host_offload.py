@@ -62,7 +62,7 @@ PastBuffers = tuple[Rows | None, Rows | None]
 
 
 @dataclass
-class _Coming:
+class PendingCopy:
     """Copies on their way to the device."""
 
     tensors: list[Tensor]
@@ -85,7 +85,7 @@ class Staging:
 
     device: torch.device
     homes: list[dict[str, Tensor]] = field(default_factory=list)  # a layer's rows by name, at full length
-    _here: dict[int, tuple[int, _Coming]] = field(default_factory=dict)  # by layer: rows copied, and the copies
+    _here: dict[int, tuple[int, PendingCopy]] = field(default_factory=dict)  # by layer: rows copied, and the copies
     _last: int = -1
     _step: int = 1
 
@@ -123,7 +123,7 @@ def whole(rows: Sequence[Rows], dtype: torch.dtype, backward: bool = False) -> l
 
 
 @contextmanager
-def buffers_to_add(buffers: Sequence[Rows | None]) -> Iterator[list[Tensor | None]]:
+def device_grad_buffers(buffers: Sequence[Rows | None]) -> Iterator[list[Tensor | None]]:
     """Enter with what stands for ``buffers`` on the device, at least float32; what was added into it is kept."""
     kept = [x for x in buffers if x is not None]
     added = [_wide(x) for x in _begin(kept).arrived()]
@@ -175,26 +175,26 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _begin(rows: Sequence[Rows]) -> _Coming:
+def _begin(rows: Sequence[Rows]) -> PendingCopy:
     """Begin to copy those of ``rows`` that lie in host memory; the others are there."""
     staged = [x for x in rows if isinstance(x, HostRows)]
     if not staged:
-        return _Coming([x for x in rows if isinstance(x, Tensor)])
+        return PendingCopy([x for x in rows if isinstance(x, Tensor)])
     coming = _copies([x.home for x in staged], staged[0].staging.device)
     copies = iter(coming.tensors)
-    return _Coming([next(copies) if isinstance(x, HostRows) else x for x in rows], coming.event)
+    return PendingCopy([next(copies) if isinstance(x, HostRows) else x for x in rows], coming.event)
 
 
-def _copies(homes: Sequence[Tensor], device: torch.device) -> _Coming:
+def _copies(homes: Sequence[Tensor], device: torch.device) -> PendingCopy:
     here = [torch.empty(home.shape, dtype=home.dtype, device=device) for home in homes]
     with _beside(device) as stream:
         for x, home in zip(here, homes, strict=True):
             x.copy_(home, non_blocking=True)
     if stream is None:
-        return _Coming(here)
+        return PendingCopy(here)
     for x in here:  # nobody may ever wait for them: their memory must not be used again before they are made
         x.record_stream(stream)
-    return _Coming(here, stream.record_event())
+    return PendingCopy(here, stream.record_event())
 
 
 def _keep(kept: Sequence[Rows], added: Sequence[Tensor]) -> None:

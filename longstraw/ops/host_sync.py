@@ -1,6 +1,6 @@
-"""Where a tensor's value is read: how many tokens go where, and the few numbers that a step tells of itself.
+"""The only places where the host reads a tensor's value: how many tokens go where, and a few numbers for the record.
 
-Tensors without values (a simulation's), or with meaningless ones, have their counts stated; numbers are stated then.
+Each read waits for the device. A simulation's tensors have no values, so it states the counts and numbers instead.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def counts(places: Tensor, number: int) -> list[int]:
     return _count(places, number)
 
 
-def told(values: Tensor, expected: list[int]) -> list[int]:
+def read_counts(values: Tensor, expected: list[int]) -> list[int]:
     """Return counts that other ranks told, ``values``; ``expected`` where counts are stated and not read."""
     return values.tolist() if _count is _measured else expected
 
 
-def number(value: Tensor, stated: float) -> float:
+def read_scalar(value: Tensor, stated: float) -> float:
     """Return the number that ``value`` holds; ``stated`` where counts are stated and not read."""
     return float(value) if _count is _measured else stated
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def equal_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are alike, bit for bit; they count as that where counts are stated and not read."""
     return _count is not _measured or torch.equal(a, b)
 
 
 @contextmanager
-def counts_stated(count: Callable[[Tensor, int], list[int]]) -> Iterator[None]:
+def use_stated_counts(count: Callable[[Tensor, int], list[int]]) -> Iterator[None]:
     """Let ``count`` state the counts instead of reading them, where tensors have no values.
 
     It gets the arguments of ``counts`` and must return ``number`` counts whose sum is the number of entries. Holds for

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longstraw.ops.host_sync import counts, told
+from longstraw.ops.host_sync import counts, read_counts
 from longstraw.ops.moe import MoeOps, run_experts
 from longstraw.parallel.collectives import labelled
 
@@ -50,7 +50,7 @@ class ExpertGroup:
         with labelled("experts"):
             dist.all_to_all_single(received, mine, group=self.group)
         first = self.rank * own
-        values = told(received, sent[first : first + own] * self.size)
+        values = read_counts(received, sent[first : first + own] * self.size)
         return [values[r * own : (r + 1) * own] for r in range(self.size)]
 
 

@@ -17,7 +17,7 @@ from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import Parallel, parallelize
 
 
-def build_spread(
+def build_sharded(
     config: ModelConfig,
     adapter: AdapterConfig,
     mesh: Mesh,

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longstraw.ops.host_sync import told
+from longstraw.ops.host_sync import read_counts
 from longstraw.parallel.collectives import Group, labelled
-from longstraw.parallel.parallel_dims import Sizes
+from longstraw.parallel.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Mesh:
     ``world``, a prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
     """
 
-    sizes: Sizes
+    sizes: ParallelDims
     world: DeviceMesh
     dp: DeviceMesh
     cp: DeviceMesh
@@ -45,7 +45,7 @@ class Mesh:
         most = torch.tensor([count], device=self.world.device_type)
         with labelled("rounds"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
-        return told(most, [count])[0]
+        return read_counts(most, [count])[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in their order."""
@@ -54,7 +54,7 @@ class Mesh:
         return values
 
 
-def build_mesh(sizes: Sizes, device_type: str) -> Mesh:
+def build_mesh(sizes: ParallelDims, device_type: str) -> Mesh:
     """Return the mesh of a process group that is up; every rank calls it."""
     world = init_device_mesh(device_type, (sizes.world,), mesh_dim_names=("world",))
     grid = init_device_mesh(device_type, (sizes.dp, sizes.cp), mesh_dim_names=("dp", "cp"))

@@ -9,7 +9,7 @@ from longstraw.config.model import Glm52Config
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelDims:
     """``dp`` groups of prompts side by side, each over ``cp`` ranks; experts over ``ep`` of all ranks."""
 
     dp: int
@@ -21,7 +21,7 @@ class Sizes:
         return self.dp * self.cp
 
 
-def rank_sizes(model: ModelConfig, hardware: HardwareConfig) -> Sizes:
+def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
     """Return how the ranks of ``hardware`` share ``model``; raise ``ConfigError`` naming the choices that work."""
     world = hardware.world_size
     if hardware.gpus_per_node and world != hardware.nodes * hardware.gpus_per_node:
@@ -57,7 +57,7 @@ def rank_sizes(model: ModelConfig, hardware: HardwareConfig) -> Sizes:
             f"hardware.ep={ep}: experts are shared out whole, so it must divide the {world} ranks and the {experts} "
             f"experts of {model.name}; one of {divide}"
         )
-    return Sizes(hardware.dp, cp, ep)
+    return ParallelDims(hardware.dp, cp, ep)
 
 
 def _all_hold_rows(rows: int, ranks: int) -> bool:

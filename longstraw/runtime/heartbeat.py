@@ -23,14 +23,14 @@ from pathlib import Path
 from torch.distributed import Store
 
 from longstraw.errors import RankLostError, describe, status_of
-from longstraw.runtime.failure_files import lost_of, read_word, word_of, write_word
-from longstraw.runtime.process_info import Started
+from longstraw.runtime.failure_files import failure_fields, parse_failure, read_failure, write_failure
+from longstraw.runtime.process_info import ProcessInfo
 
 EMPTY = "-"
 END_SECONDS = 150  # for a record and W&B to be closed once it is known that a rank is gone
 
 
-class Peers:
+class Heartbeat:
     """Watch the other ranks until ``part`` or ``leave``.
 
     ``store`` is a connection that nothing else uses: it blocks where rank 0 is stopped. ``folder`` is shared by the
@@ -41,7 +41,7 @@ class Peers:
 
     def __init__(
         self,
-        me: Started,
+        me: ProcessInfo,
         store: Store,
         folder: Path,
         timeout_s: float,
@@ -62,7 +62,7 @@ class Peers:
         self._begun, self._gone = now, False
         self._over, self._lock = threading.Event(), threading.Lock()
         self._arrived = self._ending = False  # which of the two ends this process: its main thread, or the watch
-        self._threads = [threading.Thread(target=f, daemon=True) for f in (self._talk, self._judge)]
+        self._threads = [threading.Thread(target=f, daemon=True) for f in (self.heartbeat_loop, self.monitor_loop)]
         for thread in self._threads:
             thread.start()
 
@@ -104,7 +104,7 @@ class Peers:
                 return self.lost
         else:
             self._send["first"] = json.dumps(own)
-        write_word(self.folder, self.me.rank, own)
+        write_failure(self.folder, self.me.rank, own)
         return error
 
     def part(self, store: Store) -> None:
@@ -128,15 +128,15 @@ class Peers:
     def leave(self, cause: BaseException) -> None:
         """End the watch of a rank that failed, once the others can know why."""
         if isinstance(cause, RankLostError):
-            write_word(self.folder, self.me.rank, word_of(cause))
+            write_failure(self.folder, self.me.rank, failure_fields(cause))
         time.sleep((4 if self.me.rank == 0 else 2) * self.tick)
         self._over.set()
 
     def _host(self, rank: int) -> str:
         return self._beats[rank].partition(" ")[2] or "an unknown host"
 
-    def _talk(self) -> None:
-        """Send this rank's beat and words, take the others'; a call may block for ever, which ``_judge`` notices."""
+    def heartbeat_loop(self) -> None:
+        """Send this rank's beat and failure, read the others'; ``monitor_loop`` notices a call that blocks for ever."""
         keys = ["first", "suspect", "lost", *(f"beat/{rank}" for rank in self._beats)]
         count, host = 0, socket.gethostname()
         try:
@@ -164,7 +164,7 @@ class Peers:
             self._suspected = now
         self._heard = now
 
-    def _judge(self) -> None:
+    def monitor_loop(self) -> None:
         last = time.monotonic()
         while not self._over.wait(self.tick / 2):
             now = time.monotonic()
@@ -179,26 +179,26 @@ class Peers:
     def _find(self, now: float) -> RankLostError | None:
         """Return the rank that is lost, if one is."""
         if "lost" in self._told:
-            return lost_of(self._told["lost"])
+            return parse_failure(self._told["lost"])
         if self.me.rank != 0:
             unheard = self._gone or now - self._heard > self.silence
             if unheard or (self._beats[0] and now - self._at[0] > 1.5 * self.silence):
-                word = read_word(self.folder, 0)
-                return lost_of(word) if word else self._silent(0, now)
+                word = read_failure(self.folder, 0)
+                return parse_failure(word) if word else self._silent(0, now)
             return None
         if "first" in self._told:
-            return lost_of(self._told["first"])
+            return parse_failure(self._told["first"])
         for rank in range(1, self.me.world_size):
             if not self._beats[rank]:
-                if word := read_word(self.folder, rank):
-                    return lost_of(word)
+                if word := read_failure(self.folder, rank):
+                    return parse_failure(word)
                 if now - self._begun > self.patience:
                     waited = f"never came: waited {self.patience:.0f} s, there are only {self.hosts()}"
                     return RankLostError(rank, self._host(rank), waited)
             elif now - self._at[rank] > self.silence:
                 return self._silent(rank, now)
         if self._suspected and now - self._suspected > self.silence + 4 * self.tick:
-            return lost_of(self._told["suspect"])
+            return parse_failure(self._told["suspect"])
         return None
 
     def _silent(self, rank: int, now: float) -> RankLostError:
@@ -211,7 +211,7 @@ class Peers:
         self.lost = lost
         if self.me.rank == 0:
             with contextlib.suppress(RuntimeError):
-                self._store.set("lost", json.dumps(word_of(lost)))
+                self._store.set("lost", json.dumps(failure_fields(lost)))
         deadline = time.monotonic() + self.grace
         while not self._arrived and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
@@ -219,7 +219,7 @@ class Peers:
             self._ending = not self._arrived
         if self._ending:
             with contextlib.suppress(Exception):  # whatever happens, this process ends
-                write_word(self.folder, self.me.rank, word_of(lost))
+                write_failure(self.folder, self.me.rank, failure_fields(lost))
                 print(f"longstraw: rank {self.me.rank} ends: {lost}", file=sys.stderr, flush=True)
                 self.last_word(lost)
             os._exit(1)

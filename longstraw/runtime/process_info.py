@@ -12,7 +12,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Started:
+class ProcessInfo:
     """This process among those started with it; ``by`` is ``local``, ``slurm``, ``torchrun`` or, alone, empty."""
 
     by: str = ""
@@ -24,7 +24,7 @@ class Started:
     start: str = "0"  # tells this start of the job from those before a requeue
 
 
-def started(environment: Mapping[str, str] = os.environ) -> Started:
+def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
     """Return how this process was started.
 
     submitit says which executor it used; without it torchrun's variables count, and then those of srun. A batch
@@ -39,13 +39,13 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
         world = number("SUBMITIT_LOCAL_NTASKS", 1)
         rank, local = number("SUBMITIT_LOCAL_GLOBALID", 0), number("SUBMITIT_LOCAL_LOCALID", 0)
         job = environment.get("SUBMITIT_LOCAL_JOB_ID", "0")
-        return Started("local", rank, world, local, world, number("SUBMITIT_LOCAL_NODEID", 0), job)
+        return ProcessInfo("local", rank, world, local, world, number("SUBMITIT_LOCAL_NODEID", 0), job)
     if executor is None and all(key in environment for key in TORCHRUN):
         rank, world, local = number("RANK", 0), number("WORLD_SIZE", 1), number("LOCAL_RANK", 0)
         here, restart = number("LOCAL_WORLD_SIZE", world), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Started("torchrun", rank, world, local, here, number("GROUP_RANK", 0), restart)
+        return ProcessInfo("torchrun", rank, world, local, here, number("GROUP_RANK", 0), restart)
     world, nodes = number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_STEP_NUM_NODES", 1)
-    return Started(
+    return ProcessInfo(
         "slurm" if "SLURM_PROCID" in environment else "",
         number("SLURM_PROCID", 0),
         world,
@@ -56,7 +56,7 @@ def started(environment: Mapping[str, str] = os.environ) -> Started:
     )
 
 
-def check_world_size(me: Started, hardware: HardwareConfig) -> None:
+def check_world_size(me: ProcessInfo, hardware: HardwareConfig) -> None:
     """Raise ``ConfigError`` unless as many ranks were started as ``hardware`` has."""
     if me.world_size == hardware.world_size:
         return
@@ -72,7 +72,7 @@ def check_world_size(me: Started, hardware: HardwareConfig) -> None:
     )
 
 
-def threads(me: Started, environment: Mapping[str, str] = os.environ) -> int:
+def threads(me: ProcessInfo, environment: Mapping[str, str] = os.environ) -> int:
     """Return how many threads this rank computes with: ``OMP_NUM_THREADS``, or its share of the machine's cores."""
     if "OMP_NUM_THREADS" in environment:
         return int(environment["OMP_NUM_THREADS"].split(",")[0])

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from longstraw.config import HardwareConfig
 from longstraw.errors import RankLostError
-from longstraw.runtime.failure_files import lost_of, read_word, words_folder
-from longstraw.runtime.heartbeat import EMPTY, Peers
-from longstraw.runtime.process_info import Started, check_world_size, started
+from longstraw.runtime.failure_files import parse_failure, ranks_folder, read_failure
+from longstraw.runtime.heartbeat import EMPTY, Heartbeat
+from longstraw.runtime.process_info import ProcessInfo, check_world_size, process_info
 
 POLL_SECONDS = 0.05
 COMPOSE = timedelta(minutes=5)  # until rank 0 has read the configuration
@@ -40,7 +40,7 @@ class Ranks:
     local_rank: int
     node: int
     device: torch.device
-    peers: Peers | None = field(default=None, repr=False, compare=False)
+    peers: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     def cause(self, error: Exception) -> Exception:
         """Return what is to blame for ``error``: itself, or a ``RankLostError`` that names the rank that was first.
@@ -66,15 +66,15 @@ def connect(
     with 1. Leaving the block waits for all ranks. Raises ``ConfigError`` if the ranks started are not those of
     ``hardware``.
     """
-    me = started()
+    me = process_info()
     check_world_size(me, hardware)
     device = _device(hardware, me)
     if me.world_size == 1:
         yield Ranks(0, 1, 0, me.node, device)
         return
-    folder, limit = words_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
+    folder, limit = ranks_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
     store, host, port = _meet(me, hardware, folder)
-    peers = Peers(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, last_word)
+    peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, last_word)
     try:
         peers.gather()
         group = dist.PrefixStore("group", store)
@@ -99,7 +99,7 @@ def connect(
             _address_file(folder, me).unlink(missing_ok=True)
 
 
-def _device(hardware: HardwareConfig, me: Started) -> torch.device:
+def _device(hardware: HardwareConfig, me: ProcessInfo) -> torch.device:
     if hardware.backend == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", me.local_rank % max(torch.cuda.device_count(), 1))  # SLURM may show a task one GPU
@@ -107,11 +107,11 @@ def _device(hardware: HardwareConfig, me: Started) -> torch.device:
     return device
 
 
-def _address_file(folder: Path, me: Started) -> Path:
+def _address_file(folder: Path, me: ProcessInfo) -> Path:
     return folder / f"address.{me.start}"
 
 
-def _meet(me: Started, hardware: HardwareConfig, folder: Path) -> tuple[dist.Store, str, int]:
+def _meet(me: ProcessInfo, hardware: HardwareConfig, folder: Path) -> tuple[dist.Store, str, int]:
     """Return a connection to the job's store, and the store's host and port."""
     limit = timedelta(seconds=hardware.timeout_s)
     if me.by == "torchrun":
@@ -129,8 +129,8 @@ def _meet(me: Started, hardware: HardwareConfig, folder: Path) -> tuple[dist.Sto
         return _prefixed(store, me), host, store.port
     begun, patience, reason = time.monotonic(), 0.8 * hardware.timeout_s, ""
     while time.monotonic() - begun < patience:
-        if word := read_word(folder, 0):
-            raise lost_of(word)
+        if word := read_failure(folder, 0):
+            raise parse_failure(word)
         with contextlib.suppress(OSError):
             host, port = _address_file(folder, me).read_text().split()
             try:
@@ -141,21 +141,21 @@ def _meet(me: Started, hardware: HardwareConfig, folder: Path) -> tuple[dist.Sto
     raise RankLostError(0, "an unknown host", f"never came: waited {patience:.0f} s for its address{reason}")
 
 
-def _client(host: str, port: int, me: Started, timeout_s: float) -> dist.Store:
+def _client(host: str, port: int, me: ProcessInfo, timeout_s: float) -> dist.Store:
     """Return a connection of its own to the store at ``host``."""
     store = dist.TCPStore(host, port, None, False, CONNECT, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
     return _prefixed(store, me)
 
 
-def _prefixed(store: dist.Store, me: Started) -> dist.Store:
+def _prefixed(store: dist.Store, me: ProcessInfo) -> dist.Store:
     return dist.PrefixStore(f"longstraw/{me.start}", store)  # torchrun's store may outlive a restart
 
 
 @functools.cache
 def torchrun_store() -> dist.Store:
     """Return this process's connection to torchrun's store; rank 0 opens it where torchrun's agent does not."""
-    me = started()
+    me = process_info()
     serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return _prefixed(dist.TCPStore(host, port, None, serves, COMPOSE, wait_for_workers=False), me)

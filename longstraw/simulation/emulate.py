@@ -24,8 +24,8 @@ from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
 from longstraw.selfcheck import check_job
-from longstraw.simulation.single_rank import TIMES, PlayedTask, play_job, played_rank, step_over
-from longstraw.training.monitor import Progress, Watch
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, run_single_rank, sample_model
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, build_trainer, model_facts
 
 
@@ -34,18 +34,18 @@ def emulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
     checked, wrong = check_job(config)
     if wrong is not None:
         raise wrong
-    play_job(emulate, "emulate", config, run_dir, selfcheck=checked, **context)
+    run_single_rank(emulate, "emulate", config, run_dir, selfcheck=checked, **context)
 
 
-def emulate(config: RunConfig, progress: Progress, watching: type[Watch] = Watch) -> Iterator[dict[str, Any]]:
+def emulate(config: RunConfig, progress: Progress, watching: type[Monitor] = Monitor) -> Iterator[dict[str, Any]]:
     """Yield the record of every step of the rank that ``config.simulation`` names; ``watching`` observes it."""
     config = replace(config, measure_drift=False)
     backend, every = config.hardware.backend, config.simulation.every
-    with played_rank(config, backend) as mesh, MemoryMeter() as meter:
+    with fake_rank(config, backend) as mesh, MemoryMeter() as meter:
         watch = watching(meter, progress, backend=backend)
-        trainer = build_trainer(config, watch, task=PlayedTask(config), mesh=mesh, make_model=_model)
+        trainer = build_trainer(config, watch, task=RandomTask(config), mesh=mesh, make_model=_model)
         facts = model_facts(trainer) | {"stepped_over": not every}
-        step_over(trainer, blocks=False)
+        sample_model(trainer, blocks=False)
         for step in range(config.steps):
             progress.step = step
             yield {**facts, **trainer.step(step), **({} if every else dict.fromkeys(TIMES))}

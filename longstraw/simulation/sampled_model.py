@@ -20,7 +20,7 @@ from longstraw.models.decoder import Block, Decoder
 from longstraw.state import Carried, Past, RetainedState, Tensors
 
 
-class Stepped:
+class SampledModel:
     """A model that evaluates the chunks, branches and blocks that decide a step's peak, and stands in for the others.
 
     What is held grows from block to block, from chunk to chunk and not from branch to branch. So the first chunk and
@@ -40,7 +40,7 @@ class Stepped:
         self._rows: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []  # what a position adds to each state
         own = model._blocks()
         ends = _ends([_signature(block) for block in own]) if blocks else set(range(len(own)))
-        self._blocks = [_Block(block, i in ends) for i, block in enumerate(own)]
+        self._blocks = [SampledBlock(block, i in ends) for i, block in enumerate(own)]
         model._blocks = lambda: self._blocks  # type: ignore[method-assign, assignment, return-value]
 
     def __getattr__(self, name: str) -> Any:
@@ -74,14 +74,14 @@ class Stepped:
         """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
         rows = self._rows[layer].items()
         if self._carried[layer]:
-            return {name: _StandIn.apply(past[name]) for name, _ in rows}
+            return {name: _SameSize.apply(past[name]) for name, _ in rows}
         return {name: self._new(dtype, count, *shape) for name, (shape, dtype) in rows}
 
     def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._model.lm_head.weight.device)
 
 
-class _Block:
+class SampledBlock:
     """A block that is evaluated, or stood in for where it is not at an end and ``update`` says what it would add."""
 
     def __init__(self, block: Block, at_end: bool):
@@ -100,11 +100,11 @@ class _Block:
             if isinstance(result[2], Tensor) and result[2] is not handed:
                 self._hands = partial(_new, tuple(result[2].shape[1:]), result[2].dtype, result[2].device)
             return result
-        update = {name: _Owing.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
-        return _StandIn.apply(x), update, self._hands(handed, past.chunk.count if past.chunk is not None else len(x))
+        update = {name: _KeepGradient.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
+        return _SameSize.apply(x), update, self._hands(handed, past.chunk.count if past.chunk is not None else len(x))
 
 
-class _StandIn(torch.autograd.Function):
+class _SameSize(torch.autograd.Function):
     """As much as its input, and as much of gradient on the way back; the input is kept, as a checkpoint keeps one."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class _StandIn(torch.autograd.Function):
         return torch.empty_like(grad)
 
 
-class _Owing(torch.autograd.Function):
+class _KeepGradient(torch.autograd.Function):
     """Rows that are made of ``x``, so that what they are owed is carried as far as their block."""
 
     @staticmethod

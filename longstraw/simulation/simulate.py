@@ -27,14 +27,14 @@ from longstraw.models import build_model
 from longstraw.models.lora import add_adapter
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
-from longstraw.simulation.single_rank import TIMES, PlayedTask, play_job, played_rank, step_over
-from longstraw.training.monitor import Progress, Watch
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, run_single_rank, sample_model
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
 
 
 def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
     """Simulate the largest steps of one job and write their records; ``context`` is that of ``run_job``."""
-    play_job(simulate, "simulate", config, run_dir, **context)
+    run_single_rank(simulate, "simulate", config, run_dir, **context)
 
 
 def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
@@ -45,13 +45,13 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
     """
     config = replace(config, measure_drift=False)
     every = config.simulation.every
-    with played_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter:
+    with fake_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter:
         with unset_fake_temporarily():  # a group looks at its values
-            task = PlayedTask(config, fake.from_tensor)
+            task = RandomTask(config, fake.from_tensor)
         watch = _Watch(meter, progress or Progress(None))
         trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=_model)
         facts = model_facts(trainer)
-        step_over(trainer, blocks=True)
+        sample_model(trainer, blocks=True)
         gc.collect()
         for step in _steps(trainer):
             watch.progress.step = step
@@ -68,7 +68,7 @@ def _steps(trainer: Trainer) -> list[int]:
     return [fresh] if every == 1 or fresh + 1 >= steps else [fresh, fresh + 1]
 
 
-class _Watch(Watch):
+class _Watch(Monitor):
     """Has garbage collected between verbs: what the first use of PyTorch's own parts leaves is no part of a step."""
 
     @contextmanager

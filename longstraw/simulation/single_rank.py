@@ -18,10 +18,10 @@ from torch import Tensor
 from longstraw.config import RunConfig
 from longstraw.grpo import Group
 from longstraw.memory.fit import exceeded
-from longstraw.ops.host_sync import counts_stated
+from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
-from longstraw.parallel.parallel_dims import rank_sizes
-from longstraw.simulation.sampled_model import Stepped
+from longstraw.parallel.parallel_dims import resolve_dims
+from longstraw.simulation.sampled_model import SampledModel
 from longstraw.tracking.recorder import job_recorder
 from longstraw.training.monitor import Progress
 from longstraw.training.rank_metrics import MEANS
@@ -30,11 +30,11 @@ from longstraw.training.trainer import Trainer
 # What only a run has.
 VALUES = (*MEANS, "grad_norm", "recompute_difference")
 TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
-Play = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
+StepRows = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
 
-def play_job(
-    play: Play, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
+def run_single_rank(
+    play: StepRows, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
 ) -> None:
     """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``.
 
@@ -52,16 +52,16 @@ def play_job(
                 break
 
 
-def step_over(trainer: Trainer, *, blocks: bool) -> None:
+def sample_model(trainer: Trainer, *, blocks: bool) -> None:
     """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set."""
     if trainer.config.simulation.every:
         return
-    trainer.model = Stepped(trainer.model, trainer.config, blocks=blocks)  # type: ignore[assignment]
+    trainer.model = SampledModel(trainer.model, trainer.config, blocks=blocks)  # type: ignore[assignment]
     if trainer.reference is not None:
-        trainer.reference = Stepped(trainer.reference, trainer.config, blocks=blocks)  # type: ignore[assignment]
+        trainer.reference = SampledModel(trainer.reference, trainer.config, blocks=blocks)  # type: ignore[assignment]
 
 
-class PlayedMesh(Mesh):
+class SingleRankMesh(Mesh):
     """A mesh of which one rank is there."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -69,10 +69,10 @@ class PlayedMesh(Mesh):
 
 
 @contextmanager
-def played_rank(config: RunConfig, device_type: str) -> Iterator[PlayedMesh | None]:
+def fake_rank(config: RunConfig, device_type: str) -> Iterator[SingleRankMesh | None]:
     """Enter as one rank of ``config.hardware``, which hears nothing; yield its mesh, None where it is alone."""
     world, rank = config.hardware.world_size, config.simulation.rank
-    with counts_stated(stated_counts(config)):
+    with use_stated_counts(expert_token_counts(config)):
         if world == 1:
             yield None
             return
@@ -80,12 +80,12 @@ def played_rank(config: RunConfig, device_type: str) -> Iterator[PlayedMesh | No
 
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
-            yield PlayedMesh(**vars(build_mesh(rank_sizes(config.model, config.hardware), device_type)))
+            yield SingleRankMesh(**vars(build_mesh(resolve_dims(config.model, config.hardware), device_type)))
         finally:
             dist.destroy_process_group()
 
 
-class PlayedTask:
+class RandomTask:
     """The same group for every step: tokens drawn at random, all responses as long as they may be."""
 
     def __init__(self, config: RunConfig, ready: Callable[[Tensor], Tensor] = lambda ids: ids):
@@ -108,9 +108,9 @@ class PlayedTask:
         return self._group
 
 
-def stated_counts(config: RunConfig) -> Callable[[Tensor, int], list[int]]:
+def expert_token_counts(config: RunConfig) -> Callable[[Tensor, int], list[int]]:
     """Return what states how many tokens go to each expert: those of this rank get ``imbalance`` times their share."""
-    ep, chosen = rank_sizes(config.model, config.hardware).ep, config.simulation
+    ep, chosen = resolve_dims(config.model, config.hardware).ep, config.simulation
 
     def state(places: Tensor, number: int) -> list[int]:
         total, own = places.numel(), number // ep

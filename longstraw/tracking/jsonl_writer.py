@@ -12,7 +12,7 @@ from typing import Any
 from longstraw.tracking.schema import RecordError, latest_attempt, to_line
 
 
-class Lines:
+class JsonlWriter:
     """A file of JSON lines that holds whole lines only, also when the disk is full."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
@@ -53,7 +53,7 @@ class Lines:
             os.fsync(self._file.fileno())
         self._file.close()
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> JsonlWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

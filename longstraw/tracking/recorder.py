@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from longstraw.config import native_length_warning, to_dict
 from longstraw.tracking.constants import constant_keys
-from longstraw.tracking.jsonl_writer import Lines
+from longstraw.tracking.jsonl_writer import JsonlWriter
 from longstraw.tracking.provenance import startup_facts
 from longstraw.tracking.schema import RecordError, check, complete, latest_attempt, plain, records_path
-from longstraw.tracking.wandb_mirror import _Mirror
+from longstraw.tracking.wandb_mirror import WandbMirror
 
 if TYPE_CHECKING:
     from longstraw.config import RunConfig, TrackingConfig
@@ -36,7 +36,7 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
     attempt = latest_attempt(run_dir) or 0 if attempt is None else attempt
     path = records_path(run_dir, attempt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Lines(path, fresh=False) as lines:
+    with JsonlWriter(path, fresh=False) as lines:
         lines.write(complete({"attempt": attempt, **row}))
     check(row)
     return path
@@ -97,13 +97,13 @@ class Recorder:
         self.path = records_path(run_dir, attempt)
         self._attempt = attempt
         self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
-        self._lines: Lines | None = None
-        self._mirror: _Mirror | None = None
+        self._lines: JsonlWriter | None = None
+        self._mirror: WandbMirror | None = None
         self._status: str | None = None
         if rank != 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lines = Lines(self.path, fresh=True)
+        self._lines = JsonlWriter(self.path, fresh=True)
         options = {
             "id": run_id,
             "group": group and group[:128],  # a server takes no longer ones
@@ -115,7 +115,7 @@ class Recorder:
         }
         # Two processes that open one run id in one folder within a second overwrite each other's file.
         folder = self.path.parent / "wandb" / f"attempt-{attempt}"
-        self._mirror = _Mirror.start(folder, getattr(tracking, "mode", "auto"), options)
+        self._mirror = WandbMirror.start(folder, getattr(tracking, "mode", "auto"), options)
 
     @property
     def superseded(self) -> bool:

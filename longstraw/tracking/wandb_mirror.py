@@ -37,7 +37,7 @@ UNSURE_SECONDS = 3 * FLUSH_SECONDS  # what a lost W&B was given so shortly befor
 BACKLOG_ROWS = 10_000  # rows that wait for W&B; beyond that it misses some, the record does not
 
 
-class _Mirror:
+class WandbMirror:
     """One W&B run, fed by a daemon thread; nothing raises, and only ``close`` waits, with a limit."""
 
     def __init__(self, wandb: Any, folder: Path, mode: str, options: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class _Mirror:
         self._thread.start()
 
     @staticmethod
-    def start(folder: Path, mode: str, options: dict[str, Any]) -> _Mirror | None:
+    def start(folder: Path, mode: str, options: dict[str, Any]) -> WandbMirror | None:
         """Return the mirror, or ``None`` where it is switched off or wandb is missing or broken."""
         if mode == "auto":
             mode = os.environ.get("WANDB_MODE", "auto").lower()
@@ -78,7 +78,7 @@ class _Mirror:
         except (Exception, SystemExit) as error:
             _warn(f"wandb cannot be imported ({_short(error)}); going on without it")
             return None
-        return _Mirror(wandb, folder, mode, options)
+        return WandbMirror(wandb, folder, mode, options)
 
     def log(self, row: dict[str, Any]) -> None:
         """Hand a row over; drop it if W&B is far behind or gone."""

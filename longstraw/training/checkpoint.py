@@ -46,7 +46,7 @@ class CheckpointMismatchError(ValueError):
     """A whole checkpoint of something else than what is to be restored; the message says how they differ."""
 
 
-def agreed(flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` holds on any rank; every rank must call it."""
     if not _ranks_are_several():
         return flag
@@ -106,7 +106,7 @@ class Checkpoints:
         with _plain():
             dcp.save(self._tensors(), checkpoint_id=beside, no_dist=not _ranks_are_several())
         sums = _sums(beside, _from_first(lambda: sorted(path.name for path in beside.iterdir())))
-        stands = not agreed(self.superseded())
+        stands = not any_rank(self.superseded())
         if _rank() == 0:
             if stands:
                 self._publish(beside, place, step, sums)

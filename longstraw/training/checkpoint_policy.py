@@ -18,10 +18,10 @@ from longstraw.config import RunConfig
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.tracking.recorder import Recorder, records_path
 from longstraw.tracking.schema import numbers
-from longstraw.training.checkpoint import Checkpoints, agreed, random_states, set_random_states
+from longstraw.training.checkpoint import Checkpoints, any_rank, random_states, set_random_states
 
 
-class Keeper:
+class CheckpointPolicy:
     """The checkpoints of a running job. Every rank has one and calls it at the same places."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Keeper:
 
     def facts(self, step: int) -> dict[str, Any]:
         """Return what the record of a step says of attempts; raise ``Superseded`` where it must not be written."""
-        if agreed(self.recorder.superseded):
+        if any_rank(self.recorder.superseded):
             raise Superseded("a later attempt of this job has begun; this one ends and leaves everything to it")
         return {"resumed_step": self._first, "repeated": step <= self._recorded}
 
@@ -93,7 +93,7 @@ class Keeper:
         every = self.config.checkpoint.every
         if every is not None:
             return step - (self.checkpoints.newest or 0) >= every
-        return agreed(time.monotonic() - self._saved_at >= 60 * self.config.checkpoint.minutes)
+        return any_rank(time.monotonic() - self._saved_at >= 60 * self.config.checkpoint.minutes)
 
     def _save(self, step: int) -> None:
         if not self.checkpoints.save(step):

@@ -14,9 +14,9 @@ from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.selfcheck import check_job
 from longstraw.tracking.recorder import Recorder, job_recorder
-from longstraw.training.checkpoint import agreed
-from longstraw.training.checkpoint_policy import Keeper, last_step
-from longstraw.training.monitor import Progress, Watch
+from longstraw.training.checkpoint import any_rank
+from longstraw.training.checkpoint_policy import CheckpointPolicy, last_step
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Trainer, build_trainer, model_facts, save_trained
 
 if TYPE_CHECKING:
@@ -47,20 +47,20 @@ def run_job(
     with (
         job_recorder(config, folder, mode="run", selfcheck=checked, attempt=attempt, rank=rank, **context) as recorder,
         MemoryMeter() as meter,
-        Stop(agreed).listening() as stop,
+        Stop(any_rank).listening() as stop,
         ExitStack() as resources,
     ):
         progress = Progress(folder / ("progress.json" if rank == 0 else f"ranks/{attempt}/progress.{rank}.json"))
         traffic = None if ranks is None else resources.enter_context(TrafficMeter())
-        watch = Watch(meter, progress, stop, traffic, backend=config.hardware.backend)
+        watch = Monitor(meter, progress, stop, traffic, backend=config.hardware.backend)
         try:
             if wrong is not None:
                 raise wrong
-            if agreed(stop.asked is not None):  # while all this was loaded
+            if any_rank(stop.asked is not None):  # while all this was loaded
                 return _unbegun(recorder, stop, folder, attempt)
             trainer = build_trainer(config, watch)
             named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-            keeper = Keeper(
+            keeper = CheckpointPolicy(
                 config,
                 folder,
                 named,
@@ -104,7 +104,7 @@ def _discard_saved(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _take_steps(trainer: Trainer, keeper: Keeper) -> None:
+def _take_steps(trainer: Trainer, keeper: CheckpointPolicy) -> None:
     """Take the steps that no checkpoint has, each with its record; ``progress.step`` is the one that is being taken."""
     facts = model_facts(trainer)
     first = keeper.resume()
@@ -119,7 +119,7 @@ def _take_steps(trainer: Trainer, keeper: Keeper) -> None:
         keeper.end(step + 1)
 
 
-def _failure(error: Exception, step: int, watch: Watch) -> dict[str, Any]:
+def _failure(error: Exception, step: int, watch: Monitor) -> dict[str, Any]:
     return {
         "step": step,
         "status": status_of(error),

@@ -146,7 +146,7 @@ class CudaPeaks(Peaks):
         torch.cuda.reset_peak_memory_stats()
 
 
-class Watch(Observer):
+class Monitor(Observer):
     """Hands what the step tells to the meter, the clock and the progress file."""
 
     def __init__(

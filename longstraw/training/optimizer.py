@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longstraw.config import OptimizerConfig
 from longstraw.ops.host_offload import host_empty
-from longstraw.ops.host_sync import number
+from longstraw.ops.host_sync import read_scalar
 from longstraw.parallel.fsdp import like, local_tensor, total_norm
 from longstraw.parallel.parallelize import Parallel
 
@@ -64,7 +64,7 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
         self._sums.clear()
-        return number(norm, 0.0)
+        return read_scalar(norm, 0.0)
 
     def make_state(self) -> None:
         """Make the state that the first step would make, by a step with gradients of 0."""
@@ -122,7 +122,7 @@ class Optimizer:
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
     def _all(self, finite: Tensor) -> bool:
-        wrong = int(not number(finite, True))
+        wrong = int(not read_scalar(finite, True))
         return not wrong if self.parallel is None else self.parallel.mesh.agree(wrong) == 0
 
     def _made(self, parameter: Tensor) -> None:

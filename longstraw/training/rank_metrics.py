@@ -24,7 +24,7 @@ MEANS = (
 SLOWEST = "seconds_by_verb"
 
 
-def together(row: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]:
+def reduce_rank_metrics(row: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]:
     """Return the record of a step, alike on all ranks, from this rank's ``row``.
 
     Bytes are those of the rank with the highest peak. Prompts side by side add their positions up; of what was learnt

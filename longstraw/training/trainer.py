@@ -22,10 +22,10 @@ from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import save_model
 from longstraw.models.lora import adapters_off, add_adapter, save_adapter
-from longstraw.ops.host_sync import number
-from longstraw.parallel.materialize import build_spread, gather_model
+from longstraw.ops.host_sync import read_scalar
+from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
-from longstraw.parallel.parallel_dims import Sizes, rank_sizes
+from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
 from longstraw.step import (
     Retained,
@@ -36,9 +36,9 @@ from longstraw.step import (
     prefill,
     score_fresh,
 )
-from longstraw.training.monitor import Watch
+from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
-from longstraw.training.rank_metrics import together
+from longstraw.training.rank_metrics import reduce_rank_metrics
 
 
 def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
@@ -50,7 +50,7 @@ def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
 
 
 @dataclass
-class Shared:
+class SharedPrompt:
     """A retained prompt that several optimizer steps share."""
 
     group: Group
@@ -67,11 +67,11 @@ class Trainer:
     config: RunConfig
     model: Decoder
     task: Task
-    watch: Watch
+    watch: Monitor
     optimizer: Optimizer
     reference: Decoder | None  # of the KL term, where it is another model
     parallel: Parallel | None = None  # where there is more than one rank
-    shared: Shared | None = None
+    shared: SharedPrompt | None = None
 
     def step(self, step: int) -> dict[str, Any]:
         """Take one optimizer step and return its record."""
@@ -100,14 +100,14 @@ class Trainer:
         norm = self._update(result.loss)
         seconds += time.perf_counter() - begun
         self.watch.peaks.collect()
-        row = {**self._measured(shared, result, optimizer_held), **self._learnt(shared, result), **drift}
-        row = together(row, self.parallel)
+        row = {**self._measured(shared, result, optimizer_held), **self.loss_metrics(shared, result), **drift}
+        row = reduce_rank_metrics(row, self.parallel)
         row |= {"step": step, "status": "ok", "seconds": seconds, "grad_norm": norm}
         if not math.isfinite(norm) or not math.isfinite(row["loss"]):
             row |= {"status": "error", "error": f"loss {row['loss']}, gradient norm {norm}: no step was taken"}
         return row
 
-    def _prompt(self, step: int) -> tuple[Shared, int, int]:
+    def _prompt(self, step: int) -> tuple[SharedPrompt, int, int]:
         """Return the retained prompt of this step, evaluated now or before, and the positions that took."""
         if self.shared is not None and step % self.config.refresh_every:
             self.shared.age += 1
@@ -137,7 +137,7 @@ class Trainer:
             observer=self.watch,
         )
         old = old_policy_logprobs(self.model, retained, group, algorithm, observer=self.watch)
-        self.shared = Shared(group, retained, old, reference)
+        self.shared = SharedPrompt(group, retained, old, reference)
         scored = sum(group.response_positions) * self._scorings()
         scored += retained.positions if reference is not None else 0  # the reference evaluates the prompt for itself
         return self.shared, retained.positions, scored
@@ -152,7 +152,7 @@ class Trainer:
         """Return how often the responses are evaluated without a graph on a fresh prompt."""
         return bool(self.config.algorithm.kl_coef) + (self.config.algorithm.old_logprobs == "score")
 
-    def _drift(self, shared: Shared, result: StepResult) -> dict[str, float | None]:
+    def _drift(self, shared: SharedPrompt, result: StepResult) -> dict[str, float | None]:
         """Return how far log-probabilities and loss are from those on a freshly evaluated prompt.
 
         A state of age 0 is the freshly evaluated one, so its drift is 0; it is measured all the same where the state
@@ -173,7 +173,7 @@ class Trainer:
         change = abs(stale_loss - fresh_loss)
         return {**drift, "loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None}
 
-    def _loss(self, shared: Shared, logprobs: list[Tensor]) -> float:
+    def _loss(self, shared: SharedPrompt, logprobs: list[Tensor]) -> float:
         """Return the group's loss for log-probabilities that are already there."""
         losses = branch_losses(
             shared.group,
@@ -195,7 +195,7 @@ class Trainer:
         """Tell the meter which tensors are the optimizer's."""
         self.watch.meter.tag("optimizer", self.optimizer.state())
 
-    def _measured(self, shared: Shared, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
+    def _measured(self, shared: SharedPrompt, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
         peaks = self.watch.peaks
         longest = max(shared.group.response_positions)
         by_kind = self.watch.meter.bytes_by_kind()
@@ -247,11 +247,11 @@ class Trainer:
             "recompute_difference": result.recompute_difference,
         }
 
-    def _learnt(self, shared: Shared, result: StepResult) -> dict[str, Any]:
+    def loss_metrics(self, shared: SharedPrompt, result: StepResult) -> dict[str, Any]:
         rewards = shared.group.rewards
         distances = advantages(rewards, self.config.algorithm.scale_rewards)
         return {
-            "loss": number(result.loss, 0.0),
+            "loss": read_scalar(result.loss, 0.0),
             "reward_mean": statistics.fmean(rewards),
             "reward_std": statistics.stdev(rewards),
             "advantage_abs_mean": statistics.fmean(map(abs, distances)),
@@ -266,7 +266,7 @@ MakeModel = Callable[[RunConfig, Mesh | None], Spread]
 
 def build_trainer(
     config: RunConfig,
-    watch: Watch,
+    watch: Monitor,
     *,
     task: Task | None = None,
     mesh: Mesh | None = None,
@@ -279,7 +279,7 @@ def build_trainer(
     task, make_model = task or build_task(config), make_model or _model
     torch.manual_seed(config.seed)
     if mesh is None and config.hardware.world_size > 1:
-        mesh = build_mesh(rank_sizes(config.model, config.hardware), config.hardware.backend)
+        mesh = build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend)
     model, parallel = make_model(config, mesh)
     reference = None
     if config.algorithm.kl_coef and config.adapter.name == "none":
@@ -295,7 +295,7 @@ def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
     """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
     device = torch.device(config.hardware.backend)
     if mesh is not None:
-        parallel = build_spread(config.model, config.adapter, mesh, seed=config.seed, device=device)
+        parallel = build_sharded(config.model, config.adapter, mesh, seed=config.seed, device=device)
         return parallel.model, parallel
     if config.model.checkpoint is not None:
         model = load_model(config.model.checkpoint, config=config.model, device=device)
@@ -319,7 +319,7 @@ def save_trained(trainer: Trainer, folder: Path) -> None:
 
 def model_facts(trainer: Trainer) -> dict[str, Any]:
     """Return what the record says of the model in every row."""
-    sizes = trainer.parallel.mesh.sizes if trainer.parallel is not None else Sizes(1, 1, 1)
+    sizes = trainer.parallel.mesh.sizes if trainer.parallel is not None else ParallelDims(1, 1, 1)
     named = list(trainer.model.named_parameters())
     return {
         "parameters": sum(p.numel() for _, p in named),

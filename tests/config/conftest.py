@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Finder())
 
 LOOP = """
 import json, os, signal, time
-from longstraw.launch.worker import write_json
+from longstraw.tracking.run_folder import write_json
 from longstraw.tracking.recorder import append_row
 
 def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides):

@@ -15,8 +15,8 @@ from longstraw.errors import describe, status_of
 from longstraw.launch import display as watch
 from longstraw.launch import executors as submit
 from longstraw.launch import jobs as launch
-from longstraw.launch import placement as place
-from longstraw.launch.result import leave_word
+from longstraw.launch import placement
+from longstraw.launch.result import record_failure
 from longstraw.launch.worker import rank
 from longstraw.tracking.run_folder import last_row, read_rows, table
 
@@ -157,7 +157,7 @@ def slurm(tmp_path, monkeypatch):
 def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     small, long = {**CPU, "partition": "p"}, {**CPU, "partition": "p", "time_min": 7}
     jobs = prepared(tmp_path, config(small), config(long), config(small, seed=1))
-    assert {job.place.where for job in jobs} == {"slurm"}
+    assert {job.placement.executor for job in jobs} == {"slurm"}
     handles = submit.submit_slurm(jobs, tmp_path)
     first, second = slurm()
     assert "#SBATCH --array=0-1" in first
@@ -204,8 +204,8 @@ def test_labels_name_what_differs(tmp_path):
 def test_a_bad_end_is_written_once_and_after_a_torn_line(tmp_path):
     job = prepared(tmp_path, config(claim="c"))[0]
     (job.run_dir / "records.jsonl").write_text('{"status": "ok", "step": 0, "commit": "abc"}\n{"status": "o')
-    leave_word(job.run_dir, "error", "killed")
-    leave_word(job.run_dir, "error", "again")
+    record_failure(job.run_dir, "error", "killed")
+    record_failure(job.run_dir, "error", "again")
     rows = read_rows(job.run_dir)
     assert [(row["status"], row.get("error")) for row in rows] == [("ok", None), ("error", "killed")]
     assert (rows[-1]["model"], rows[-1]["context"], rows[-1]["claim"]) == ("qwen3_6_tiny", 1024, "c")
@@ -235,7 +235,7 @@ def test_the_table_has_a_row_a_job(tmp_path):
         {"status": "ok", "peak_allocated_bytes": 4_000_000, "seconds": 2.0, "loss": "NaN"},
     ]
     (jobs[0].run_dir / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    leave_word(jobs[1].run_dir, "oom", "no memory left")
+    record_failure(jobs[1].run_dir, "oom", "no memory left")
     lines = table([job.run_dir for job in jobs]).splitlines()
     assert lines[0].split() == [
         "job",
@@ -258,7 +258,7 @@ def test_the_table_has_a_row_a_job(tmp_path):
 def test_progress_counts_positions_and_time(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(watch.time, "monotonic", lambda: now)
-    line = watch.Line(tmp_path, "job 0", steps=3, state="running")
+    line = watch.JobLine(tmp_path, "job 0", steps=3, state="running")
     assert line.progress() == "starting"
     progress = tmp_path / "progress.json"
     progress.write_text('{"step": 1, "verb": "prefill", "done": 1000, "total": 16000}')
@@ -309,7 +309,7 @@ def test_a_job_without_a_result_has_failed_whatever_its_last_step_says(tmp_path)
 
 def test_signals_are_as_before_after_a_queue(stand_in):
     before = signal.getsignal(signal.SIGTERM)
-    with launch._stoppable():
+    with launch._termination_as_interrupt():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
-    assert place.find(HardwareConfig(**CPU)).where == "here"
+    assert placement.find(HardwareConfig(**CPU)).executor == "local"

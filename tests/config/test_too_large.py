@@ -41,7 +41,7 @@ def test_the_other_jobs_of_a_sweep_run(tmp_path, monkeypatch):
     def run_queue(started, handles):
         begun.extend(started)
         for job in started:
-            launch.leave_word(job.run_dir, "ok", "", 0)
+            launch.record_failure(job.run_dir, "ok", "", 0)
         return 0
 
     monkeypatch.setattr(launch, "run_queue", run_queue)
@@ -58,4 +58,4 @@ def test_a_simulated_job_has_its_numbers_all_the_same(tmp_path):
     assert row["status"] == "too_large"
     assert row["peak_allocated_bytes"] > 500_000
     assert "(counted, in " in row["error"]
-    assert launch.refuse([job]) == [job]  # what is simulated takes no memory
+    assert launch.record_too_large([job]) == [job]  # what is simulated takes no memory

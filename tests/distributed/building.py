@@ -17,13 +17,13 @@ class Building:
 
     def run(self, world):
         from longstraw.parallel.fsdp import local_tensor
-        from longstraw.parallel.materialize import build_spread
+        from longstraw.parallel.materialize import build_sharded
         from longstraw.parallel.mesh import build_mesh
-        from longstraw.parallel.parallel_dims import rank_sizes
+        from longstraw.parallel.parallel_dims import resolve_dims
 
         hardware = HardwareConfig(name="cpu", backend="cpu", ranks=world)
-        mesh = build_mesh(rank_sizes(self.config, hardware), "cpu")
-        model = build_spread(self.config, self.adapter, mesh, seed=self.seed, device=torch.device("cpu")).model
+        mesh = build_mesh(resolve_dims(self.config, hardware), "cpu")
+        model = build_sharded(self.config, self.adapter, mesh, seed=self.seed, device=torch.device("cpu")).model
         state = model.state_dict()
         held = sum(local_tensor(tensor).numel() for tensor in state.values())
         whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state.items()}

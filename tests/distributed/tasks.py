@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from longstraw.memory.meter import MemoryMeter
-from longstraw.ops.host_sync import counts_stated
+from longstraw.ops.host_sync import use_stated_counts
 from longstraw.ops.latent import LATENT
 from longstraw.parallel.collectives import Group
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm
 from longstraw.parallel.latent_context_parallel import select_rows
 from longstraw.parallel.mesh import build_mesh
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.parallel.parallelize import parallelize
 from longstraw.state import Appended
 from longstraw.step import Observer, prefill
@@ -30,7 +30,7 @@ build_mesh = functools.cache(build_mesh)  # process groups are for ever
 def spread(case, world):
     """Return the model of a case over all ranks, and what spreads it."""
     model = cases.build(case)
-    mesh = build_mesh(rank_sizes(model.config, cases.hardware(case, world)), "cpu")
+    mesh = build_mesh(resolve_dims(model.config, cases.hardware(case, world)), "cpu")
     return model, parallelize(model, mesh)
 
 
@@ -81,7 +81,7 @@ def traffic(case, groups, world):
     """Return what this rank sent in a step in which all experts get as many tokens, by verb, collective and label."""
     model, parallel = spread(case, world)
     meter = TrafficMeter()
-    with meter, counts_stated(evenly):
+    with meter, use_stated_counts(evenly):
         cases.step(case, model, groups[parallel.mesh.dp_rank], observer=Verbs(meter))
         with meter.verb("optimizer"):
             finish(model, parallel)

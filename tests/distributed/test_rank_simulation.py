@@ -10,7 +10,7 @@ from longstraw.config import HardwareConfig, SimulationConfig, from_dict, load_m
 from longstraw.simulation.emulate import emulate
 from longstraw.simulation.sampled_model import _ends
 from longstraw.simulation.simulate import simulate
-from longstraw.simulation.single_rank import stated_counts
+from longstraw.simulation.single_rank import expert_token_counts
 from longstraw.training.monitor import Progress
 
 BLOCK = 512
@@ -122,7 +122,7 @@ def test_a_rank_that_is_emulated_holds_what_is_simulated():
 def test_an_imbalance_is_stated_of_the_rank_that_is_played(imbalance):
     config = job("glm_5_2_tiny", ranks=4, simulation={"imbalance": imbalance, "rank": 2})
     experts, places = 8, torch.zeros(90, 2, dtype=torch.int64)
-    counts = stated_counts(config)(places, experts)
+    counts = expert_token_counts(config)(places, experts)
     assert sum(counts) == places.numel()
     own = sum(counts[4:6])  # two of eight are on each of four ranks
     assert own == min(round(180 / 4 * imbalance), 180)

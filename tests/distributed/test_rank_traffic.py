@@ -8,7 +8,7 @@ from cases import Case, build, hardware, request
 from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
 from longstraw.config.model import DEFAULT_TARGETS
 from longstraw.memory.estimate.traffic import bytes_sent
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 
 EVEN = ((129, (16, 32)),)  # every rank has as many tokens for every expert
 CASES = {
@@ -44,7 +44,7 @@ def test_counted_bytes_are_the_predicted_ones(ranks, name):
     world, case = CASES[name]
     prompt, responses = case.groups[0]
     run = config(case)
-    sizes = rank_sizes(run.model, hardware(case, world))
+    sizes = resolve_dims(run.model, hardware(case, world))
     predicted = bytes_sent(run, sizes, prompt_positions=prompt, response_positions=responses)
     for counted in ranks(world).run(request(case, "traffic")):
         assert counted == predicted
@@ -55,7 +55,7 @@ def test_every_kind_of_traffic_is_met():
     met = set()
     for world, case in CASES.values():
         prompt, responses = case.groups[0]
-        sizes = rank_sizes(config(case).model, hardware(case, world))
+        sizes = resolve_dims(config(case).model, hardware(case, world))
         sent = bytes_sent(config(case), sizes, prompt_positions=prompt, response_positions=responses)
         met |= {(verb, label) for verb, _, label in sent}
     assert {label for _, label in met} == {

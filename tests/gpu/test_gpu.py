@@ -8,7 +8,7 @@ from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
 from longstraw.selfcheck import check_ops
 from longstraw.simulation.simulate import simulate
-from longstraw.training.monitor import Progress, Watch
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
 pytestmark = [
@@ -37,7 +37,7 @@ def stepped(config):
     """Return the record of a job's first step and the gradients it took it with."""
     gradients = {}
     with MemoryMeter() as meter:
-        trainer = build_trainer(config, Watch(meter, Progress(None), backend=config.hardware.backend))
+        trainer = build_trainer(config, Monitor(meter, Progress(None), backend=config.hardware.backend))
         update = trainer.optimizer.update
 
         def watched(loss):

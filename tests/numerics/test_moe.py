@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.layers.feedforward import MixtureOfExperts, Router
 from longstraw.models import build_model
 from longstraw.ops import choose_ops
-from longstraw.ops.host_sync import counts, counts_stated
+from longstraw.ops.host_sync import counts, use_stated_counts
 from longstraw.ops.moe import mix_experts, route
 
 F64 = torch.float64
@@ -179,7 +179,7 @@ def test_only_counts_reads_a_value():
     with FakeTensorMode():
         mixture = MixtureOfExperts(sizes, choose_ops("reference"))
         x = torch.randn(37, 64, requires_grad=True)
-        with counts_stated(even):
+        with use_stated_counts(even):
             mixture(x).sum().backward()
         assert x.grad.shape == (37, 64)
         assert mixture.experts.down_proj.grad.shape == mixture.experts.down_proj.shape

@@ -15,7 +15,7 @@ from longstraw.ops import attention
 from longstraw.ops import host_offload as staging
 from longstraw.state import Appended, Past
 from longstraw.step import grpo_step
-from longstraw.training.monitor import Progress, Watch
+from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
 BAR = 1e-12
@@ -189,7 +189,7 @@ def test_the_count_is_predicted(case, tmp_path, monkeypatch):
         }
     )
     with MemoryMeter() as meter:
-        row = build_trainer(config, Watch(meter, Progress(tmp_path / "progress.json"))).step(0)
+        row = build_trainer(config, Monitor(meter, Progress(tmp_path / "progress.json"))).step(0)
 
     def said():
         return predict(config, prompt_positions=484, response_positions=16, optimizer_held=False)

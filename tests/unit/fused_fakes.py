@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.models import build_model
 from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
-from longstraw.ops.host_sync import counts_stated
+from longstraw.ops.host_sync import use_stated_counts
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
 from longstraw.ops.moe import mix_experts
@@ -136,7 +136,7 @@ def main():
         choose_ops("cuda", fake=True).logits(torch.zeros(1, 8), torch.zeros(8, 8), torch.zeros(1, dtype=torch.int64))
     called = {}
     for what in ("ops", *MODELS):
-        with counts_stated(balanced), FakeTensorMode(), Called() as calls:
+        with use_stated_counts(balanced), FakeTensorMode(), Called() as calls:
             check_ops() if what == "ops" else check_model(what)
         called[what] = sorted(calls.names)
     print(json.dumps(called))

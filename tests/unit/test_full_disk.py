@@ -11,7 +11,7 @@ import pytest
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.launch import jobs as launch
 from longstraw.tracking.run_folder import read_json, read_lines, read_steps
-from longstraw.training.monitor import Watch
+from longstraw.training.monitor import Monitor
 
 STEPS = 3
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 48}
@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory):
 def goes_on(disk, undisturbed):
     """Check that the job, once there is room, ends as if nothing had happened."""
     assert mount("-o", "remount,size=20m", str(disk)).returncode == 0
-    assert launch.launch(launch.again([disk / "0"]), disk, alone=True) == 0
+    assert launch.launch(launch.resume_jobs([disk / "0"]), disk, alone=True) == 0
     assert outcome(disk) == undisturbed
     assert read_json(disk / "0" / "result.json")["status"] == "ok"
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_and_the_record(disk
 
 
 def test_a_record_that_does_not_fit_is_shown_and_the_rest_is_kept(disk, undisturbed, capsys, monkeypatch):
-    jobs, count, advance = prepared(disk), 0, Watch.advance
+    jobs, count, advance = prepared(disk), 0, Monitor.advance
 
     def filling(self, positions):
         nonlocal count
@@ -103,7 +103,7 @@ def test_a_record_that_does_not_fit_is_shown_and_the_rest_is_kept(disk, undistur
                     pass
         advance(self, positions)
 
-    monkeypatch.setattr(Watch, "advance", filling)
+    monkeypatch.setattr(Monitor, "advance", filling)
     assert launch.launch(jobs, disk, alone=True) == 1
     monkeypatch.undo()
     shown = capsys.readouterr().err.splitlines()

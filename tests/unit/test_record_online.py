@@ -11,7 +11,7 @@ import time
 import pytest
 
 from analysis.wandb_files import read_runs
-from longstraw.tracking import recorder as record
+from longstraw.tracking import wandb_mirror
 from longstraw.tracking.recorder import Recorder
 
 wandb = pytest.importorskip("wandb")
@@ -166,11 +166,11 @@ def test_with_a_key_runs_go_online_and_attempts_become_one_run(server, tmp_path,
     assert (run["group"], run["exit"], run["config"]["a"], run["config"]["attempt"]) == ("sweep", 0, {"b": 1}, 1)
     assert [row["step"] for row in run["history"]] == [*range(6), *range(3, 9)]
     assert run["history"][4]["seconds_by_verb/replay"] == 4
-    assert [entry for entry in caplog.records if entry.name == "longstraw.tracking.recorder"] == []
+    assert [entry for entry in caplog.records if entry.name == "longstraw.tracking.wandb_mirror"] == []
 
 
 def test_a_server_that_goes_away_holds_nobody_up(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "FINISH_SECONDS", 2)
+    monkeypatch.setattr(wandb_mirror, "FINISH_SECONDS", 2)
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         log_steps(recorder, range(3))
         assert eventually(lambda: recorder._mirror._opened)
@@ -184,9 +184,9 @@ def test_a_server_that_goes_away_holds_nobody_up(server, tmp_path, monkeypatch):
 
 def test_without_a_server_a_run_goes_on_offline(server, tmp_path, monkeypatch, caplog):
     server.stop()
-    monkeypatch.setattr(record, "INIT_SECONDS", 2)
+    monkeypatch.setattr(wandb_mirror, "INIT_SECONDS", 2)
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         log_steps(recorder, range(3))
-    (warning,) = [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.recorder"]
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.wandb_mirror"]
     assert warning.startswith("W&B: online failed")
     assert eventually(lambda: any(len(run.history) == 3 for run in read_runs(tmp_path / "run")))

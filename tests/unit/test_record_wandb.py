@@ -14,7 +14,7 @@ import pytest
 
 from analysis.wandb_files import read_run, read_runs
 from longstraw.config import TrackingConfig
-from longstraw.tracking import recorder as record
+from longstraw.tracking import wandb_mirror
 from longstraw.tracking.recorder import Recorder
 from longstraw.tracking.schema import flatten, numbers
 
@@ -62,7 +62,7 @@ def finished_runs(run_dir):
 
 
 def warnings(caplog):
-    return [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.recorder"]
+    return [entry.getMessage() for entry in caplog.records if entry.name == "longstraw.tracking.wandb_mirror"]
 
 
 def test_offline_files_hold_what_the_record_holds(tmp_path, caplog):
@@ -196,8 +196,8 @@ def test_what_a_wandb_that_dies_at_the_end_may_not_have_written_is_given_again(t
 
 
 def test_a_hanging_wandb_is_left_behind(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(record, "INIT_SECONDS", 1)
-    monkeypatch.setattr(record, "FINISH_SECONDS", 1)
+    monkeypatch.setattr(wandb_mirror, "INIT_SECONDS", 1)
+    monkeypatch.setattr(wandb_mirror, "FINISH_SECONDS", 1)
     recorder = Recorder(tmp_path / "run", run_id="abc")
     recorder.log({"step": 0, "status": "ok"})
     deadline = time.monotonic() + 30
@@ -247,7 +247,9 @@ def test_a_folder_that_wandb_leaves_silently(tmp_path, caplog):
 )
 def test_who_decides_the_mode(tmp_path, monkeypatch, caplog, tracking, environment, starts):
     modes = []
-    monkeypatch.setattr(record._Mirror, "_init", lambda self, mode: modes.append(mode) or pytest.fail("enough"))
+    monkeypatch.setattr(
+        wandb_mirror.WandbMirror, "_init", lambda self, mode: modes.append(mode) or pytest.fail("enough")
+    )
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)
     with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig(mode=tracking)) as recorder:
@@ -277,11 +279,11 @@ def test_a_key_in_netrc_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:9")
     wandb.teardown()  # it reads the environment once
-    assert not record._has_key(wandb)
+    assert not wandb_mirror._has_key(wandb)
     netrc = Path(os.environ["NETRC"])
     netrc.write_text(f"machine localhost:9\n  login user\n  password {'0' * 40}\n")
     netrc.chmod(0o600)
-    assert record._has_key(wandb)
+    assert wandb_mirror._has_key(wandb)
     wandb.teardown()
 
 
@@ -339,8 +341,8 @@ def test_a_torn_file_is_read_to_the_tear(tmp_path):
 
 
 def test_a_mirror_far_behind_loses_rows_and_the_record_none(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(record, "BACKLOG_ROWS", 5)
-    monkeypatch.setattr(record._Mirror, "_open", lambda self: time.sleep(0.5))
+    monkeypatch.setattr(wandb_mirror, "BACKLOG_ROWS", 5)
+    monkeypatch.setattr(wandb_mirror.WandbMirror, "_open", lambda self: time.sleep(0.5))
     caplog.set_level(logging.WARNING)
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         for step in range(20):

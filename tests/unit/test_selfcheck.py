@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_train import job
+from test_loop import job
 
 from longstraw import selfcheck
 from longstraw.config import load_model_config

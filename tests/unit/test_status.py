@@ -9,9 +9,9 @@ import pytest
 from longstraw import status
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.launch import slurm
-from longstraw.launch.display import Line
+from longstraw.launch.display import JobLine
 from longstraw.launch.logs import failed_tail, tail
-from longstraw.launch.result import leave_word
+from longstraw.launch.result import record_failure
 from longstraw.tracking.run_folder import read_json, read_rows, read_steps, write_json
 
 
@@ -31,7 +31,7 @@ def commands(tmp_path, monkeypatch):
     return put
 
 
-def jobs(folder, *, where="slurm", count=1, host=None):
+def jobs(folder, *, executor="slurm", count=1, host=None):
     """Write what a command leaves of ``count`` jobs; return their folders."""
     config = from_dict(
         {
@@ -48,7 +48,7 @@ def jobs(folder, *, where="slurm", count=1, host=None):
         run_dir.mkdir(parents=True)
         spec = {"run_id": "r", "sweep": "s", "num": num, "overrides": [], "command": "c", "config": to_dict(config)}
         write_json(run_dir / "spec.json", spec)
-        entries.append({"num": num, "run_dir": str(run_dir), "where": where, "job_id": f"7_{num}"})
+        entries.append({"num": num, "run_dir": str(run_dir), "executor": executor, "job_id": f"7_{num}"})
         if host:
             write_json(run_dir / "process.json", {"attempt": 0, "host": host, "pid": os.getpid()})
     write_json(folder / "sweep.json", {"jobs": entries})
@@ -116,7 +116,7 @@ def test_slurm_that_does_not_answer_ends_no_job(tmp_path, commands, capsys, monk
     handle = slurm.Submitted("7_0", None, queue)
     assert (handle.state, handle.done()) == ("UNKNOWN", False)
     assert handle.note() == "SLURM does not answer (squeue has not answered for 0.2 s); the job goes on"
-    line = Line(folder, "job 0", 3, note=handle.note())
+    line = JobLine(folder, "job 0", 3, note=handle.note())
     assert line.progress() == handle.note()
 
 
@@ -184,7 +184,7 @@ def test_the_own_id():
 
 
 def test_jobs_of_this_machine(tmp_path, capsys):
-    here = jobs(tmp_path / "s", where="here", count=3, host=socket.gethostname())
+    here = jobs(tmp_path / "s", executor="local", count=3, host=socket.gethostname())
     process = read_json(here[1] / "process.json")
     write_json(here[1] / "process.json", {**process, "pid": 2**22 + 1})  # beyond what Linux gives out
     (here[2] / "process.json").unlink()
@@ -195,7 +195,7 @@ def test_jobs_of_this_machine(tmp_path, capsys):
 
 
 def test_a_job_s_own_folder_and_a_wrong_one(tmp_path, capsys):
-    folders = jobs(tmp_path / "runs" / "s", where="here", count=2)
+    folders = jobs(tmp_path / "runs" / "s", executor="local", count=2)
     assert status.main([str(folders[1])]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert status.main([str(tmp_path)]) == 2
@@ -208,7 +208,7 @@ def test_logs_by_job_and_rank(tmp_path, capsys):
     logs.mkdir(parents=True)
     for rank in range(2):
         (logs / f"7_0_{rank}_log.out").write_text("".join(f"rank {rank} line {n}\n\n" for n in range(100)))
-    leave_word(folder, "error", "lost", failed_rank=1)
+    record_failure(folder, "error", "lost", failed_rank=1)
     end = failed_tail(folder, "7_0", lines=2).splitlines()
     assert end[0].startswith(f"job 0, rank 1, the end of {logs}/7_0_1_log.out")
     assert end[1:] == ["  | rank 1 line 98", "  | rank 1 line 99"]

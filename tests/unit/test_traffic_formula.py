@@ -4,7 +4,7 @@ import pytest
 
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
 from longstraw.memory.estimate.traffic import bytes_sent
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 
 CHUNK, RESPONSE = 16384, 8192
 
@@ -22,7 +22,9 @@ def sent(model, ranks, chunks, **options):
         **options,
     )
     prompt = chunks * CHUNK + 1
-    return bytes_sent(run, rank_sizes(run.model, hardware), prompt_positions=prompt, response_positions=[RESPONSE] * 2)
+    return bytes_sent(
+        run, resolve_dims(run.model, hardware), prompt_positions=prompt, response_positions=[RESPONSE] * 2
+    )
 
 
 def test_one_rank_sends_nothing():

@@ -19,9 +19,9 @@ from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item,
 from longstraw.memory.estimate.ranks import Layout
 from longstraw.memory.estimate.sizes import Lengths
 from longstraw.memory.estimate.spread import Spread
-from longstraw.memory.estimate.standing import Standing, clipping_bytes, lengths_of, standing_of
+from longstraw.memory.estimate.standing import PersistentBytes, clipping_bytes, lengths_of, standing_of
 from longstraw.memory.kinds import KINDS
-from longstraw.parallel.parallel_dims import rank_sizes
+from longstraw.parallel.parallel_dims import resolve_dims
 
 __all__ = [
     "FROZEN",
@@ -75,7 +75,7 @@ def predict(
     an even share of tokens is counted, times ``config.simulation.imbalance``. ``layout`` is what ``layout_of`` said of
     ``config`` before, whatever its lengths.
     """
-    sizes = rank_sizes(config.model, config.hardware)
+    sizes = resolve_dims(config.model, config.hardware)
     lengths = lengths_of(config, prompt_positions, response_positions, group_size or config.group_size, sizes.cp)
     layout = layout_of(config) if layout is None else layout
     stands = standing_of(config, lengths, layout)
@@ -92,7 +92,7 @@ def layout_of(config: RunConfig) -> Layout | None:
     """Return what one rank holds of the parameters; None for one process on a CPU, which has them all."""
     if config.hardware.backend == "cpu" and config.hardware.world_size == 1:
         return None
-    return Layout(config, rank_sizes(config.model, config.hardware))
+    return Layout(config, resolve_dims(config.model, config.hardware))
 
 
 class Single:
@@ -123,7 +123,7 @@ class Single:
 
 
 def _moments(
-    config: RunConfig, lengths: Lengths, stands: Standing, verbs: Single | Spread, held: bool, prefilled: bool
+    config: RunConfig, lengths: Lengths, stands: PersistentBytes, verbs: Single | Spread, held: bool, prefilled: bool
 ) -> dict[str, list[Kinds]]:
     """Return what is held at the moments that may be a verb's largest."""
     exact = lengths.grad_from is not None

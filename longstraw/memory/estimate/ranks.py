@@ -15,7 +15,7 @@ from math import prod
 from longstraw.config import RunConfig
 from longstraw.memory.estimate.parameters import FROZEN, adapted, buffer_bytes, parameter_shapes
 from longstraw.memory.estimate.sizes import ITEM, Shape, rounded
-from longstraw.parallel.parallel_dims import Sizes
+from longstraw.parallel.parallel_dims import ParallelDims
 
 VOCABULARY, EXPERTS = ("model.embed_tokens.", "lm_head."), ".experts."  # stay where they are
 
@@ -83,7 +83,7 @@ class Block:
 class Layout:
     """All parameters of a run on rank 0 of ``sizes``."""
 
-    def __init__(self, config: RunConfig, sizes: Sizes):
+    def __init__(self, config: RunConfig, sizes: ParallelDims):
         self.config, self.sizes = config, sizes
         self.blocks = [Block() for _ in range(config.model.num_hidden_layers)]
         self.root = Block()  # the final norm

@@ -18,7 +18,7 @@ RESULTS = 8  # loss, entropy and two counts: of the branches so far and of this 
 
 
 @dataclass(frozen=True)
-class Standing:
+class PersistentBytes:
     """Bytes on the device, those of ``host`` apart."""
 
     parameters: int
@@ -41,7 +41,7 @@ class Standing:
         return kinds | {"snapshots": snapshots * self.carried} | more
 
 
-def standing_of(config: RunConfig, lengths: Lengths, layout: Layout | None) -> Standing:
+def standing_of(config: RunConfig, lengths: Lengths, layout: Layout | None) -> PersistentBytes:
     """Return what one rank holds; ``layout`` is that of a model spread over ranks, None: one process has it all."""
     if layout is None:
         trained, frozen = trained_shapes(config)
@@ -61,7 +61,7 @@ def standing_of(config: RunConfig, lengths: Lengths, layout: Layout | None) -> S
         host += 2 * sum(sizes) + optimizer  # copies of the parameters, and of their gradients while they are updated
         optimizer = 0
     models = 2 if config.algorithm.kl_coef and config.adapter.name == "none" else 1  # the reference is another model
-    return Standing(
+    return PersistentBytes(
         parameters=models * parameters,
         gradients=gradients,
         narrow_gradients=sum(sizes),

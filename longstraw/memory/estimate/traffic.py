@@ -18,7 +18,7 @@ from longstraw.config import RunConfig, gradient_start
 from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
 from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.memory.estimate.sizes import ITEM, Shape
-from longstraw.parallel.parallel_dims import Sizes
+from longstraw.parallel.parallel_dims import ParallelDims
 
 INDEX, COUNT = 4, 8  # int32, int64
 STAYS = ("model.embed_tokens.", "lm_head.", ".experts.")  # never gathered
@@ -28,7 +28,7 @@ Bytes = Counter[tuple[str, str]]  # by collective and by what it is for
 
 
 def bytes_sent(
-    config: RunConfig, sizes: Sizes, *, prompt_positions: int, response_positions: Sequence[int]
+    config: RunConfig, sizes: ParallelDims, *, prompt_positions: int, response_positions: Sequence[int]
 ) -> dict[tuple[str, str, str], int]:
     """Return what one rank sends in a step: bytes by verb, collective and label, as ``TrafficMeter.sent``.
 
@@ -69,7 +69,7 @@ def _times(sent: Bytes, number: int) -> Bytes:
 class _Sender:
     """What the collectives of a chunk's ranks send, by the rules of ``parallel.traffic``."""
 
-    sizes: Sizes
+    sizes: ParallelDims
     w: int
     f: int
 
@@ -175,7 +175,7 @@ class _Glm(_Sender):
 class _Step:
     """The verbs of one step."""
 
-    def __init__(self, config: RunConfig, sizes: Sizes):
+    def __init__(self, config: RunConfig, sizes: ParallelDims):
         self.model, self.sizes = config.model, sizes
         self.w = ITEM[config.model.dtype]
         self.f = max(self.w, ITEM["float32"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, buffers_to_add, whole
+from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, device_grad_buffers, whole
 from longstraw.ops.latent import fused, reference
 from longstraw.ops.latent.reference import Buffers
 from longstraw.ops.latent.reference import Rows as RowPair
@@ -86,7 +86,7 @@ class LatentOps:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         here = _pair(whole(past, q.dtype, backward=True))
-        with buffers_to_add(past_grads) as (latent, rope_key):
+        with device_grad_buffers(past_grads) as (latent, rope_key):
             return self._kernels.attend_backward(grad, q, here, new, rows, out, lse, (latent, rope_key), scale=scale)
 
     def select_rows(

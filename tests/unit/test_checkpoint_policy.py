@@ -16,7 +16,7 @@ from longstraw.training import loop as train
 from longstraw.training import trainer
 from longstraw.training.checkpoint_policy import last_step
 from longstraw.training.loop import run_job
-from longstraw.training.monitor import Watch
+from longstraw.training.monitor import Monitor
 
 STEPS = 4
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 48}
@@ -60,7 +60,7 @@ def outcome(folder, *attempts):
 
 def at_advance(monkeypatch, number, act):
     """Have ``act`` called at the given chunk or branch of the job."""
-    count, advance = 0, Watch.advance
+    count, advance = 0, Monitor.advance
 
     def counted(self, positions):
         nonlocal count
@@ -69,7 +69,7 @@ def at_advance(monkeypatch, number, act):
             act()
         advance(self, positions)
 
-    monkeypatch.setattr(Watch, "advance", counted)
+    monkeypatch.setattr(Monitor, "advance", counted)
 
 
 def signalled(number):

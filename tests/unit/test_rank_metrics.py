@@ -2,7 +2,7 @@
 
 import pytest
 
-from longstraw.training.rank_metrics import merge, together
+from longstraw.training.rank_metrics import merge, reduce_rank_metrics
 
 
 def row(peak, loss, positions, seconds, verb="replay", kl=None):
@@ -44,4 +44,4 @@ def test_one_prompt():
 
 
 def test_one_rank():
-    assert together(ROWS[0], None) == ROWS[0] | {"peak_allocated_bytes_by_rank": [5]}
+    assert reduce_rank_metrics(ROWS[0], None) == ROWS[0] | {"peak_allocated_bytes_by_rank": [5]}

@@ -4,11 +4,11 @@ import pytest
 
 from longstraw.config import ConfigError, HardwareConfig
 from longstraw.models import build_model
-from longstraw.parallel.parallel_dims import Sizes, rank_sizes
+from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 
 
 def sizes(model, hardware, **overrides):
-    return rank_sizes(build_model(model, device="meta", **overrides).config, HardwareConfig(name="test", **hardware))
+    return resolve_dims(build_model(model, device="meta", **overrides).config, HardwareConfig(name="test", **hardware))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def sizes(model, hardware, **overrides):
 )
 def test_ranks_are_laid_out(model, hardware, wanted):
     found = sizes(model, hardware)
-    assert found == Sizes(*wanted)
+    assert found == ParallelDims(*wanted)
     assert found.world == HardwareConfig(name="test", **hardware).world_size
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longstraw.memory.meter import MemoryMeter
-from longstraw.training.monitor import Peaks, Progress, Watch
+from longstraw.training.monitor import Monitor, Peaks, Progress
 
 
 class Allocator:
@@ -34,7 +34,7 @@ class Allocator:
 def watch(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch)
     with MemoryMeter() as meter:
-        watch = Watch(meter, Progress(tmp_path / "progress.json"), backend="cuda")
+        watch = Monitor(meter, Progress(tmp_path / "progress.json"), backend="cuda")
         watch.start()
         yield watch, allocator
 
@@ -89,6 +89,6 @@ def test_kinds_are_the_meters(watch):
 
 
 def test_a_processor_is_measured_by_storages(tmp_path):
-    watch = Watch(MemoryMeter(), Progress(tmp_path / "progress.json"))
+    watch = Monitor(MemoryMeter(), Progress(tmp_path / "progress.json"))
     assert type(watch.peaks) is Peaks
     assert (watch.peaks.measured_by, watch.peaks.reserved) == ("storages", None)

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longstraw.config import ConfigError, StateConfig
 from longstraw.memory.meter import MemoryMeter
 from longstraw.ops import host_offload as staging
-from longstraw.ops.host_offload import HostRows, Staging, buffers_to_add, host_empty, tiles, whole
+from longstraw.ops.host_offload import HostRows, Staging, device_grad_buffers, host_empty, tiles, whole
 from longstraw.state import Appended, RowStorage
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_tiles_cover_rows_and_what_is_added_is_kept(on_host, dtype):
 
 def test_buffers_are_rounded_once():
     buffer = torch.ones(2, dtype=torch.bfloat16)
-    with buffers_to_add([None, buffer]) as (nothing, added):
+    with device_grad_buffers([None, buffer]) as (nothing, added):
         assert nothing is None
         for _ in range(8):
             added += 2**-10  # each alone would be lost
@@ -141,7 +141,7 @@ def test_rows_of_some_positions_in_host_memory():
     with pytest.raises(TypeError, match=r"key lies in host memory: take rows\('key'\)"):
         past["key"]
     assert whole([past.rows("key")], torch.float32)[0].tolist() == [[1, 1], [1, 1], [2, 2]]
-    with buffers_to_add([past.grad("key")]) as (added,):
+    with device_grad_buffers([past.grad("key")]) as (added,):
         added += 5
     owed = state.cotangent(4, 7)["key"]
     assert (owed.tolist(), owed.dtype) == ([[5, 5]], torch.float32)

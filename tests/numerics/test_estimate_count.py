@@ -18,7 +18,7 @@ from longstraw.memory.estimate.sizes import Lengths, StateShapes
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
 from longstraw.training.loop import build_trainer
-from longstraw.training.monitor import Progress, Watch
+from longstraw.training.monitor import Monitor, Progress
 
 TOTAL, VERB = 0.02, 0.03  # relative
 EXACT_KINDS = set(budget.KINDS) - {"activations"}
@@ -97,7 +97,7 @@ def counted(keys, folder):
     """Return the records of a job's steps."""
     config = configured(**json.loads(keys))
     with MemoryMeter() as meter:
-        trainer = build_trainer(config, Watch(meter, Progress(folder / "progress.json")))
+        trainer = build_trainer(config, Monitor(meter, Progress(folder / "progress.json")))
         return config, [trainer.step(step) for step in range(config.steps)]
 
 

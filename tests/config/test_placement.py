@@ -1,7 +1,7 @@
 import pytest
 
 from longstraw.config import ConfigError, HardwareConfig, from_dict, load_model_config, to_dict
-from longstraw.launch import placement as place
+from longstraw.launch import placement
 
 CPU = {"name": "cpu", "backend": "cpu"}
 NODE = {"name": "h20x8", "gpus_per_node": 8, "partition": "h20"}
@@ -13,8 +13,8 @@ def bare_machine(monkeypatch):
     """No SLURM, no GPU; tests add what they need."""
     for key in ("SLURM_JOB_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "RANK", "WORLD_SIZE", "SUBMITIT_EXECUTOR"):
         monkeypatch.delenv(key, raising=False)
-    monkeypatch.setattr(place.shutil, "which", lambda name: None)
-    monkeypatch.setattr(place, "visible_gpus", list)
+    monkeypatch.setattr(placement.shutil, "which", lambda name: None)
+    monkeypatch.setattr(placement, "visible_gpus", list)
 
 
 def job(hardware, mode="auto"):
@@ -23,103 +23,103 @@ def job(hardware, mode="auto"):
 
 
 def with_slurm(monkeypatch):
-    monkeypatch.setattr(place.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
+    monkeypatch.setattr(placement.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
 
 
 def test_a_processor_is_always_here():
-    assert place.find(HardwareConfig(**CPU)).where == "here"
+    assert placement.find(HardwareConfig(**CPU)).executor == "local"
 
 
 def test_gpus_are_here_if_there_are_enough(monkeypatch):
-    monkeypatch.setattr(place, "visible_gpus", lambda: ["0"])
-    assert place.find(HardwareConfig(**ONE)).where == "here"
-    assert place.find(HardwareConfig(**NODE)).where == "nowhere"
-    assert place.find(HardwareConfig(name="two", nodes=2, gpus_per_node=1)).where == "nowhere"
+    monkeypatch.setattr(placement, "visible_gpus", lambda: ["0"])
+    assert placement.find(HardwareConfig(**ONE)).executor == "local"
+    assert placement.find(HardwareConfig(**NODE)).executor == "none"
+    assert placement.find(HardwareConfig(name="two", nodes=2, gpus_per_node=1)).executor == "none"
 
 
 def test_slurm_wants_sbatch_and_a_partition(monkeypatch):
-    assert place.find(HardwareConfig(**NODE)).where == "nowhere"
+    assert placement.find(HardwareConfig(**NODE)).executor == "none"
     with_slurm(monkeypatch)
-    assert place.find(HardwareConfig(**NODE)).where == "slurm"
-    assert place.find(HardwareConfig(**CPU)).where == "here"
-    assert place.find(HardwareConfig(**CPU, partition="p")).where == "slurm"
-    assert "names no SLURM partition" in place.find(HardwareConfig(**{**NODE, "partition": None})).why
+    assert placement.find(HardwareConfig(**NODE)).executor == "slurm"
+    assert placement.find(HardwareConfig(**CPU)).executor == "local"
+    assert placement.find(HardwareConfig(**CPU, partition="p")).executor == "slurm"
+    assert "names no SLURM partition" in placement.find(HardwareConfig(**{**NODE, "partition": None})).why
 
 
 def test_inside_an_allocation_a_job_runs_here(monkeypatch):
     with_slurm(monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert place.find(HardwareConfig(**NODE)).where == "here"
+    assert placement.find(HardwareConfig(**NODE)).executor == "local"
 
 
 def test_auto_runs_or_simulates_and_says_why():
-    assert place.resolve(job(CPU)).mode == "run"
-    found = place.resolve(job({**NODE, "dp": 2}))
-    assert (found.mode, found.where) == ("simulate", "here")
+    assert placement.resolve(job(CPU)).mode == "run"
+    found = placement.resolve(job({**NODE, "dp": 2}))
+    assert (found.mode, found.executor) == ("simulate", "local")
     assert found.why.startswith("hardware=h20x8 wants 8 GPUs, 0 visible here and ")
     with pytest.raises(ConfigError, match="8 ranks cannot share a prompt"):  # as in a run
-        place.resolve(job(NODE))
+        placement.resolve(job(NODE))
 
 
 def test_a_simulation_is_one_process_whatever_the_hardware(monkeypatch):
     two_nodes = job({**CPU, "nodes": 2, "ranks": 4}, mode="simulate")
-    assert place.resolve(two_nodes).where == "here"
+    assert placement.resolve(two_nodes).executor == "local"
     assert two_nodes.processes.world_size == 1
     assert job({**CPU, "ranks": 4}).processes.world_size == 4
     torchrun = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="mode=simulate is one process"):
-        place.resolve(two_nodes)
+        placement.resolve(two_nodes)
 
 
 def test_run_without_the_hardware_names_what_is_missing():
     with pytest.raises(ConfigError, match=r"mode=run: hardware=cuda wants 1 GPU, 0 visible here and .*mode=simulate"):
-        place.resolve(job(ONE, mode="run"))
+        placement.resolve(job(ONE, mode="run"))
     with pytest.raises(ConfigError, match=r"4 nodes with 8 GPUs each"):
-        place.resolve(job({**NODE, "nodes": 4}, mode="run"))
+        placement.resolve(job({**NODE, "nodes": 4}, mode="run"))
 
 
 def test_an_emulation_wants_one_device_of_many():
-    found = place.resolve(job({**CPU, "ranks": 4}, mode="emulate"))
-    assert (found.mode, found.where) == ("emulate", "here")
+    found = placement.resolve(job({**CPU, "ranks": 4}, mode="emulate"))
+    assert (found.mode, found.executor) == ("emulate", "local")
     with pytest.raises(ConfigError, match=r"rank of hardware=h20x8 on one GPU, and none is visible .*mode=simulate"):
-        place.resolve(job({**NODE, "dp": 2}, mode="emulate"))
+        placement.resolve(job({**NODE, "dp": 2}, mode="emulate"))
     asks = job({**NODE, "dp": 2}, mode="emulate").processes
     assert (asks.backend, asks.gpus_per_node, asks.world_size) == ("cuda", 1, 1)
 
 
 def test_several_ranks_run_where_they_can_be_started(monkeypatch):
-    assert place.resolve(job({**CPU, "ranks": 4})).why == "4 ranks on this machine's processor (hardware=cpu)"
+    assert placement.resolve(job({**CPU, "ranks": 4})).why == "4 ranks on this machine's processor (hardware=cpu)"
     with pytest.raises(ConfigError, match=r"hardware=cpu has 2 nodes and the job would run on this one alone"):
-        place.resolve(job({**CPU, "nodes": 2}))
+        placement.resolve(job({**CPU, "nodes": 2}))
     with pytest.raises(ConfigError, match="key heads"):
-        place.resolve(job({**CPU, "ranks": 7}))
+        placement.resolve(job({**CPU, "ranks": 7}))
 
 
 def test_torchrun_s_ranks_are_the_hardware_s(monkeypatch):
     for key, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "a"), ("MASTER_PORT", 1)):
         monkeypatch.setenv(key, str(value))
-    assert place.resolve(job({**CPU, "ranks": 2})).why == "2 ranks that torchrun started (hardware=cpu)"
+    assert placement.resolve(job({**CPU, "ranks": 2})).why == "2 ranks that torchrun started (hardware=cpu)"
     with pytest.raises(ConfigError, match="torchrun started 2 ranks and hardware=cpu has 1"):
-        place.resolve(job(CPU))
+        placement.resolve(job(CPU))
     waits = job({**CPU, "ranks": 2})
     waits.launch.detach = True
     with pytest.raises(ConfigError, match=r"launch\.detach=true: torchrun waits"):
-        place.resolve(waits)
+        placement.resolve(waits)
 
 
 def test_a_command_is_started_once(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(ConfigError, match="srun started this command 4 times; start it once"):
-        place.resolve(job({**CPU, "ranks": 4}))
+        placement.resolve(job({**CPU, "ranks": 4}))
 
 
 def test_a_gpu_of_this_machine_is_taken(monkeypatch):
-    monkeypatch.setattr(place, "visible_gpus", lambda: ["0"])
-    found = place.resolve(job(ONE))
-    assert (found.mode, found.where) == ("run", "here")
+    monkeypatch.setattr(placement, "visible_gpus", lambda: ["0"])
+    found = placement.resolve(job(ONE))
+    assert (found.mode, found.executor) == ("run", "local")
     assert "1 GPU of this machine" in found.why
 
 
@@ -132,4 +132,4 @@ def test_visible_gpus(tmp_path, monkeypatch, named, seen):
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environment = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
-    assert place.visible_gpus(environment, tmp_path) == seen
+    assert placement.visible_gpus(environment, tmp_path) == seen
