@@ -90,11 +90,12 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
     seconds = [row["seconds"] for row in records if row.get("seconds") is not None]
     losses = [row["loss"] for row in records if row.get("loss") is not None]
     grad, window = carried_gradient(config, last)
-    lengths = [last.get("prompt_positions"), last.get("response_positions")]
+    prompt, response = last.get("prompt_positions"), last.get("response_positions")
+    positions = config.get("context", 0) if prompt is None or response is None else prompt + response
     return {
         "job": name,
         "model": str(config.get("model", {}).get("name", "")),
-        "positions": f"{config.get('context', 0) if None in lengths else sum(lengths):,}",
+        "positions": f"{positions:,}",
         "group_size": str(config.get("group_size", "")),
         "prompt_grad": f"{grad or ''}{'' if window is None else f', last {window:,}'}",
         "status": status_word(last.get("status", "not run"), last.get("mode")),
