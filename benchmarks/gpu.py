@@ -38,7 +38,8 @@ from longstraw.config import (
     choose,
     load_model_config,
 )
-from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.settings import parse_settings
 from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from longstraw.config import DTYPES, ConfigError, ModelConfig, RunConfig, at_least, choose, load_model_config
-from longstraw.config.model import Glm52Config, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.config.settings import parse_settings
 from longstraw.ops import BACKENDS, Ops, choose_ops
 from longstraw.ops.attention import attend

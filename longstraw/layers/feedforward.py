@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.ops import Ops
 from longstraw.ops.moe import route
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.layers.lora_weight import effective_weight
 from longstraw.layers.norm import RMSNorm
 from longstraw.layers.rotary import rotary_angles, rotate_pairs

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longstraw.config.model import RopeScaling
+from longstraw.config.architectures.base import RopeScaling
 
 UNSCALED = RopeScaling()
 

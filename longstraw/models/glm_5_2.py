@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import ModelConfig
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.layers.feedforward import Experts, MixtureOfExperts, Router, SwiGLU
 from longstraw.layers.latent import LatentAttention
 from longstraw.layers.norm import RMSNorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longstraw.config import ConfigError, HardwareConfig, ModelConfig, Qwen36Config
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 
 
 @dataclass(frozen=True)

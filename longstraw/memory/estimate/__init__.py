@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longstraw.config import RunConfig
-from longstraw.config.model import Glm52Config, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.memory.estimate import glm_5_2, qwen3_6
 from longstraw.memory.estimate.flops import step_flops
 from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 from longstraw.config import RunConfig, gradient_start, inner_chunk
-from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.memory.estimate import glm_5_2, qwen3_6
 from longstraw.memory.estimate.sizes import Shape
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from longstraw.config import RunConfig
-from longstraw.config.model import DEFAULT_TARGETS, Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
+from longstraw.config.model import DEFAULT_TARGETS
 from longstraw.memory.estimate import glm_5_2, qwen3_6
 from longstraw.memory.estimate.sizes import ITEM, Shape, tensors
 
