@@ -1,6 +1,6 @@
 """The configuration of a job as typed objects, which YAML files and the command line become."""
 
-from longstraw.config.architectures import ARCHITECTURES, Qwen36Config
+from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
@@ -56,7 +56,6 @@ __all__ = [
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",
-    "Qwen36Config",
     "RunConfig",
     "SimulationConfig",
     "StateConfig",

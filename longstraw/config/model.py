@@ -14,23 +14,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from longstraw.config.architectures import ARCHITECTURES, Qwen36Config
+from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig, RopeScaling
 from longstraw.config.checks import ConfigError, choose
 
 INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
-_MODEL_TYPES = {"qwen3_5_text": "qwen3_6", "qwen3_5": "qwen3_6", "glm_moe_dsa": "glm_5_2"}
-
-
-# What adapter=lora adapts where it names no targets.
-DEFAULT_TARGETS = {
-    "qwen3_6": (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("in_proj_qkv", "in_proj_z", "out_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
-    ),
-    "glm_5_2": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-}
 
 
 def inner_chunk(key_width: int) -> int:
@@ -80,22 +68,32 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     text = _object(path, "the content", content)
     text = _object(path, "text_config", text.get("text_config") or text)
     text.setdefault("dtype", text.get("torch_dtype"))  # its name before transformers 5
-    architecture = _MODEL_TYPES.get(str(text.get("model_type")))
-    if architecture is None:
-        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of {', '.join(_MODEL_TYPES)}")
+    architecture = _architecture(path, text)
+    family = ARCHITECTURES[architecture]
     key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
     rope = _object(path, key, text.get(key) or {})
-    known = {f.name for f in fields(ARCHITECTURES[architecture])}
+    known = {f.name for f in fields(family)}
     values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
-    _check_supported(path, text)
+    for key, valid in family.hf_values.items():  # what would load without complaint and then compute something else
+        if text.get(key, rope.get(key)) not in valid:
+            raise ConfigError(f"{path}: {key}={text.get(key, rope.get(key))!r} is not supported, only {valid[0]!r}")
     values |= {"rope_scaling": _rope_scaling(path, text, rope)}
     values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
     try:
-        config = _model_config(values, overrides)
+        config = _model_config(values | family.from_hf(text), overrides)
+        config.check_hf(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    _check_layers(path, text, config)
     return config
+
+
+def _architecture(path: Path, text: Mapping[str, Any]) -> str:
+    """Return the family that reads files of this ``model_type``."""
+    names = {kind: name for name, family in ARCHITECTURES.items() for kind in family.model_types}
+    kind = str(text.get("model_type"))
+    if kind not in names:
+        raise ConfigError(f"{path}: model_type {text.get('model_type')!r} is none of {', '.join(names)}")
+    return names[kind]
 
 
 def _object(path: Path, key: str, value: Any) -> dict[str, Any]:
@@ -104,50 +102,34 @@ def _object(path: Path, key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _check_layers(path: Path, text: Mapping[str, Any], config: ModelConfig) -> None:
-    """Refuse another order of layers than ``full_attention_interval`` gives."""
-    theirs = text.get("layer_types")
-    if isinstance(config, Qwen36Config) and theirs is not None:
-        ours, every = config.layer_types, config.full_attention_interval
-        if theirs[: len(ours)] != ours[: len(theirs)]:
-            raise ConfigError(f"{path}: layer_types must be full_attention in every {every}th, linear_attention else")
-
-
-def _check_supported(path: Path, text: Mapping[str, Any]) -> None:
-    """Refuse what would load without complaint and then compute something else."""
-    wanted: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "attn_output_gate": (True, None),
-        "tie_word_embeddings": (False, None),
-        "mlp_bias": (False, None),
-        "rope_interleave": (True, None),
-        "indexer_rope_interleave": (True, None),
-        "scoring_func": ("sigmoid", None),
-        "n_group": (1, None),
-        "index_topk_pattern": (None,),
-    }
-    for key, valid in wanted.items():
-        if text.get(key) not in valid:
-            raise ConfigError(f"{path}: {key}={text[key]!r} is not supported, only {valid[0]!r}")
-
-
 def _rope_scaling(path: Path, text: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``RopeScaling`` that transformers' ``rope_parameters`` mean."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
-    if kind != "yarn":
-        raise ConfigError(f"{path}: rope_type={kind!r} is not supported, only 'default' and 'yarn'")
+    if kind not in ("yarn", "linear", "llama3"):
+        raise ConfigError(f"{path}: rope_type={kind!r} is not supported, only 'default', 'linear', 'llama3' and 'yarn'")
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ConfigError(f"{path}: YaRN with mscale is not supported, only with attention_factor or without both")
-    given = {f.name: rope[f.name] for f in fields(RopeScaling) if rope.get(f.name) is not None}
+    given = {f.name: rope[f.name] for f in fields(RopeScaling) if rope.get(f.name) is not None} | {"rope_type": kind}
+    if kind != "yarn":
+        return _without_yarn(path, given)
     longest = text.get("max_position_embeddings")
     original = given.setdefault("original_max_position_embeddings", longest)
     if "factor" not in given:
         if not (isinstance(longest, int) and isinstance(original, int) and original > 0):
             raise ConfigError(f"{path}: YaRN without a factor, and no lengths that give it")
         given["factor"] = longest / original
+    return given
+
+
+def _without_yarn(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Check that what transformers has no default for is there."""
+    needed: tuple[str, ...] = ("factor",)
+    if given["rope_type"] == "llama3":
+        needed += ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    if missing := [key for key in needed if key not in given]:
+        raise ConfigError(f"{path}: rope_type={given['rope_type']!r} without {', '.join(missing)}")
     return given
 
 

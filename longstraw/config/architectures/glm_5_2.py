@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -18,6 +19,19 @@ class Glm52Config(ModelConfig):
     the rows of the layer before (``shared``), and whether its feed-forward is ``dense`` or a mixture (``sparse``).
     Where they are not given, the numbers beside them decide; of lists that name further layers the first ones count.
     """
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm_moe_dsa",)
+    hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "tie_word_embeddings": (False, None),
+        "rope_interleave": (True, None),
+        "indexer_rope_interleave": (True, None),
+        "scoring_func": ("sigmoid", None),
+        "n_group": (1, None),
+        "index_topk_pattern": (None,),
+    }
+    adapter_targets: ClassVar[tuple[str, ...]] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
     architecture: str = "glm_5_2"
     rms_norm_eps: float = 1e-5
@@ -84,3 +98,14 @@ class Glm52Config(ModelConfig):
         if len(kinds) < self.num_hidden_layers:
             raise ConfigError(f"model.{key} names {len(kinds)} of num_hidden_layers={self.num_hidden_layers} layers")
         return kinds
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def experts(self) -> int:
+        return self.n_routed_experts
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "attention_bias": False}

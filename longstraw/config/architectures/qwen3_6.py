@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -13,6 +15,19 @@ from longstraw.config.checks import ConfigError
 @dataclass
 class Qwen36Config(ModelConfig):
     """The hybrid of Gated DeltaNet and gated full attention: every ``full_attention_interval``-th layer is full."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
+    hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "attn_output_gate": (True, None),
+        "tie_word_embeddings": (False, None),
+    }
+    adapter_targets: ClassVar[tuple[str, ...]] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("in_proj_qkv", "in_proj_z", "out_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
 
     architecture: str = "qwen3_6"
     full_attention_interval: int = 4
@@ -49,3 +64,17 @@ class Qwen36Config(ModelConfig):
         """One of ``linear_attention`` and ``full_attention`` per layer, in transformers' words."""
         full = self.full_attention_interval
         return ["linear_attention" if (i + 1) % full else "full_attention" for i in range(self.num_hidden_layers)]
+
+    @property
+    def whole_heads(self) -> tuple[int, str]:
+        return self.linear_num_key_heads, "key heads in the delta layers"
+
+    def check_hf(self, text: Mapping[str, Any]) -> None:
+        """Refuse another order of layers than ``full_attention_interval`` gives."""
+        theirs, ours, every = text.get("layer_types"), self.layer_types, self.full_attention_interval
+        if theirs is not None and theirs[: len(ours)] != ours[: len(theirs)]:
+            raise ConfigError(f"layer_types must be full_attention in every {every}th, linear_attention else")
+
+    def to_hf(self) -> dict[str, Any]:
+        classes = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+        return {**classes, "attention_bias": False, "layer_types": self.layer_types}

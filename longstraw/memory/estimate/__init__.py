@@ -1,4 +1,4 @@
-"""Bytes and arithmetic of a step, from its configuration alone; no tensor is made and no model built.
+"""Bytes of a step, from its configuration alone; no tensor is made and no model built.
 
 ``predict`` answers what ``memory.MemoryMeter`` counts. Parameters, gradients, optimizer, state, its gradient and the
 snapshots are exact. Activations of one process on a CPU are the largest of the moments that each architecture's module
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from longstraw.config import RunConfig
 from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.memory.estimate import glm_5_2, qwen3_6
-from longstraw.memory.estimate.flops import step_flops
 from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.memory.estimate.ranks import Layout
 from longstraw.memory.estimate.sizes import Lengths
@@ -33,7 +32,6 @@ __all__ = [
     "layout_of",
     "parameter_shapes",
     "predict",
-    "step_flops",
 ]
 
 Kinds = dict[str, int]
