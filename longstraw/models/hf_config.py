@@ -11,7 +11,7 @@ from longstraw.config import ModelConfig
 from longstraw.config.architectures.base import RopeScaling
 
 # Of ours alone, or written elsewhere in the file.
-_OWN = {"name", "architecture", "checkpoint", "dtype", "chunk", "response_length"}
+_OWN = {"name", "architecture", "checkpoint", "dtype", "chunk", "response_length", "default_adapter"}
 _ROPE = {"rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor"}
 
 

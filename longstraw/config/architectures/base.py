@@ -80,7 +80,6 @@ class ModelConfig:
 
     model_types: ClassVar[tuple[str, ...]] = ()  # the ``model_type`` of files that the family reads
     hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {}  # what a file may say of these keys; the first is named
-    not_in_hf: ClassVar[frozenset[str]] = frozenset()  # fields that transformers has no key for
     adapter_targets: ClassVar[tuple[str, ...]] = ()  # what adapter=lora adapts where it names no targets
 
     name: str = MISSING
@@ -158,6 +157,11 @@ class ModelConfig:
 
     def check_hf(self, text: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` where ``config.json`` contradicts what these fields give."""
+
+    @property
+    def not_in_hf(self) -> set[str]:
+        """Fields that transformers' class has no key for."""
+        return set()
 
     def to_hf(self) -> dict[str, Any]:
         """Return what ``config.json`` says beyond the fields: transformers' class and its own keys."""

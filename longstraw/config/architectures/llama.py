@@ -33,7 +33,6 @@ class LlamaConfig(ModelConfig):
         "use_sliding_window": (False, None),
         "partial_rotary_factor": (None, 1, 1.0),
     }
-    not_in_hf: ClassVar[frozenset[str]] = frozenset({"qkv_bias", "qk_norm"})
     adapter_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
@@ -93,8 +92,17 @@ class LlamaConfig(ModelConfig):
             values |= {"mlp_bias": False, "num_key_value_heads": text.get("num_key_value_heads") or 32}
         return values
 
+    @property
+    def not_in_hf(self) -> set[str]:
+        absent: dict[str, set[str]] = {"Llama": set(), "Qwen2": {"attention_bias", "mlp_bias"}, "Qwen3": {"mlp_bias"}}
+        return {"qkv_bias", "qk_norm"} | absent[self._hf_name]
+
+    @property
+    def _hf_name(self) -> str:
+        return "Qwen3" if self.qk_norm else "Qwen2" if self.qkv_bias else "Llama"
+
     def to_hf(self) -> dict[str, Any]:
-        name = "Qwen3" if self.qk_norm else "Qwen2" if self.qkv_bias else "Llama"
+        name = self._hf_name
         written: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
         if name != "Llama":
             written |= {"use_sliding_window": False, "layer_types": ["full_attention"] * self.num_hidden_layers}
