@@ -49,7 +49,12 @@ class Prediction:
 
 
 def is_predicted(config: RunConfig) -> bool:
-    """Return whether there are formulas for what a run allocates: not for several ranks on CPUs, nor for wide CUDA."""
+    """Return whether there are formulas for what a run allocates: not for several ranks on CPUs, nor for wide CUDA.
+
+    Of the families, only these two have formulas.
+    """
+    if not isinstance(config.model, Glm52Config | Qwen36Config):
+        return False
     if config.hardware.backend == "cpu":
         return config.hardware.world_size == 1
     return config.model.dtype == "bfloat16"
