@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from longstraw.config.model import ConfigError, at_least, choose
+from longstraw.config.checks import ConfigError, at_least, choose
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from longstraw.config.model import ConfigError, choose
+from longstraw.config.checks import ConfigError, choose
 from longstraw.units import parse_count
 
 Settings = TypeVar("Settings")
