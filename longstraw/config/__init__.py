@@ -1,16 +1,14 @@
 """The configuration of a job as typed objects, which YAML files and the command line become."""
 
+from longstraw.config.checks import ConfigError, at_least, choose
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
     ARCHITECTURES,
     DTYPES,
     INNER_CHUNK,
-    ConfigError,
     ModelConfig,
     Qwen36Config,
-    at_least,
     available,
-    choose,
     conf_dir,
     inner_chunk,
     load_model_config,

@@ -5,7 +5,6 @@ Field names are those of the published ``config.json``, so that a checkpoint's o
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -16,53 +15,30 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from longstraw.config.checks import POSITIONS, SIZE, ConfigError, check_ranges, choose, number
+
 DTYPES = ("float64", "float32", "bfloat16")
 INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be what the user meant; the message says what would be valid."""
-
-
-def choose(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ``ConfigError`` unless ``value`` is one of ``choices``, with the nearest one as a hint."""
-    if value in choices:
-        return
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}{hint}")
-
-
-def at_least(key: str, value: float | None, least: float) -> None:
-    """Raise ``ConfigError`` if ``value`` is below ``least``, or NaN; ``None`` passes."""
-    if value is not None and not value >= least:
-        raise ConfigError(f"{key}={value} must be at least {least}")
 
 
 @dataclass
 class RopeScaling:
     """YaRN (arXiv 2309.00071) for positions past the native length; a factor of 1 leaves the embedding as it is."""
 
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None  # None: the model's max_position_embeddings
-    attention_factor: float | None = None  # multiplies cos and sin; None: 0.1 ln(factor) + 1
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: float = number(1.0, 1, 2**20)
+    original_max_position_embeddings: int | None = number(None, 1, POSITIONS)  # None: the model's
+    attention_factor: float | None = number(None, 0, 1000, above=True)  # of cos and sin; None: 0.1 ln(factor) + 1
+    beta_fast: float = number(32.0, 0, 2**20, above=True)
+    beta_slow: float = number(1.0, 0, 2**20, above=True)
     truncate: bool = True  # widen the ramp to whole dimensions
 
     def __post_init__(self) -> None:
-        at_least("model.rope_scaling.factor", self.factor, 1)
-        if math.isinf(self.factor):
-            raise ConfigError("model.rope_scaling.factor=inf must be finite")
-        at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        check_ranges(self, "model.rope_scaling")
 
     @property
     def attention(self) -> float:
         """What cos and sin are multiplied by; a product of query and key by its square."""
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
-
-
-_MAY_BE_0 = ("first_k_dense_replace", "index_skip_topk_offset")
 
 
 @dataclass
@@ -77,21 +53,18 @@ class ModelConfig:
     hidden_size: int = MISSING
     intermediate_size: int = MISSING
     num_hidden_layers: int = MISSING
-    max_position_embeddings: int = MISSING  # the native length
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    rope_theta: float = MISSING
+    max_position_embeddings: int = number(MISSING, 1, POSITIONS)  # the native length
+    rms_norm_eps: float = number(1e-6, 0, 1)
+    initializer_range: float = number(0.02, 0, 100)  # beyond, the first norm's sum of squares overflows
+    rope_theta: float = number(MISSING, 1, 1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
-    chunk: int = 16384  # defaults of the run's keys of the same names
-    response_length: int = 8192
+    chunk: int = number(16384, 1, POSITIONS)  # defaults of the run's keys of the same names
+    response_length: int = number(8192, 1, POSITIONS)
     default_adapter: str = "none"  # what adapter=auto stands for
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if type(value) is int:
-                at_least(f"model.{key}", value, 0 if key in _MAY_BE_0 else 1)
-        at_least("model.rope_theta", self.rope_theta, 1)
+        check_ranges(self, "model", SIZE)
         choose("model.dtype", self.dtype, DTYPES)
         choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
         if self.rope_scaling.factor != 1 and self.rope_scaling.original_max_position_embeddings is None:
@@ -121,7 +94,7 @@ class Qwen36Config(ModelConfig):
     num_attention_heads: int = MISSING
     num_key_value_heads: int = MISSING
     head_dim: int = MISSING
-    partial_rotary_factor: float = 0.25
+    partial_rotary_factor: float = number(0.25, 0, 1, above=True)
     linear_num_key_heads: int = MISSING
     linear_num_value_heads: int = MISSING
     linear_key_head_dim: int = MISSING
@@ -163,8 +136,8 @@ class Glm52Config(ModelConfig):
     """
 
     architecture: str = "glm_5_2"
-    rms_norm_eps: float = 1e-5
-    latent_norm_eps: float | None = None  # of the two latent norms; None: rms_norm_eps. transformers has 1e-6
+    rms_norm_eps: float = number(1e-5, 0, 1)
+    latent_norm_eps: float | None = number(None, 0, 1)  # None: rms_norm_eps; transformers has 1e-6
     num_attention_heads: int = MISSING
     num_key_value_heads: int | None = None  # as many as heads: transformers' file says it, latents have none
     q_lora_rank: int = MISSING
@@ -176,16 +149,16 @@ class Glm52Config(ModelConfig):
     index_head_dim: int = MISSING
     index_topk: int = MISSING
     index_topk_freq: int = 1  # these two have transformers' defaults: an indexer in every layer
-    index_skip_topk_offset: int = 2
+    index_skip_topk_offset: int = number(2, 0, 2**24)
     indexer_types: list[str] | None = None
-    first_k_dense_replace: int = 3
+    first_k_dense_replace: int = number(3, 0, 2**24)
     mlp_layer_types: list[str] | None = None
     n_routed_experts: int = MISSING
     n_shared_experts: int = 1
     num_experts_per_tok: int = MISSING
     moe_intermediate_size: int = MISSING
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
+    routed_scaling_factor: float = number(2.5, 0, 1000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -79,7 +79,7 @@ def test_the_algorithms_differ_where_they_should():
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["group_size=1"], "group_size=1: advantages compare"),
+        (["group_size=1"], "group_size=1 must be at least 2; advantages compare"),
         (["context=100", "response_length=100"], "leaves no prompt"),
         (["chunk=100"], "no multiple of 64"),
         (["prompt_grad=exakt"], "did you mean exact"),
