@@ -117,7 +117,7 @@ class OptimizerConfig:
     betas: list[float] = number([0.9, 0.999], 0, 1)
     eps: float = number(1e-8, 1e-30, 1)  # 0 would divide 0 by 0 where a gradient is 0
     weight_decay: float = number(0.0, 0, 100)
-    max_grad_norm: float | None = number(1.0, 0, 1e30, above=True, hint="; null: no clipping")
+    max_grad_norm: float | None = number(1.0, 0, 1e9, above=True, hint="; null: no clipping")
     gradient_dtype: str = "float32"  # float32 | model: what gradients add up in where the model's dtype is narrower
     device: str | None = None  # cpu: parameters are updated and the optimizer's state lies there; None: the model's
 
@@ -220,6 +220,11 @@ class RunConfig:
         if self.simulation.rank >= self.hardware.world_size:
             last = self.hardware.world_size - 1
             raise ConfigError(f"simulation.rank={self.simulation.rank}: the ranks of this hardware are 0 to {last}")
+        if self.adapter.name == "none" and (self.adapter.checkpoint is not None or self.adapter.targets):
+            key = "checkpoint" if self.adapter.checkpoint is not None else "targets"
+            raise ConfigError(f"adapter.{key} with adapter=none would not be used; write adapter=lora, or leave it out")
+        if self.adapter.checkpoint is not None and self.adapter.targets:
+            raise ConfigError("adapter.targets with adapter.checkpoint: the checkpoint's own targets hold")
         if self.chunk % INNER_CHUNK:
             raise ConfigError(f"chunk={self.chunk} is no multiple of {INNER_CHUNK}")
         if self.response_length >= self.context:

@@ -23,6 +23,12 @@ def test_counts_as_typed(typed, count):
     assert parse_count(typed) == count
 
 
+@pytest.mark.parametrize("typed", ["99999999999999999999", "1e30", "1e9999", "9" * 5000])
+def test_a_count_past_every_use_is_refused_at_once(typed):
+    with pytest.raises(ValueError, match=r"must be at most 9,223,372,036,854,775,807"):
+        parse_count(typed)
+
+
 def test_two_decimals_of_a_million_are_exact():
     texts = [f"{i // 100}.{i % 100:02d}" for i in range(1, 1000)]
     assert [parse_count(text + "M") for text in texts] == [10_000 * i for i in range(1, 1000)]
