@@ -123,6 +123,11 @@ def _start(quiet: bool) -> None:
     parser = get_args_parser()
     parser.error = _wrong_option  # type: ignore[method-assign]
     arguments = parser.parse_intermixed_args()
+    actions = {"--run": arguments.run, "-m": arguments.multirun, "--cfg": arguments.cfg, "--info": arguments.info}
+    if len(several := [option for option, asked in actions.items() if asked]) > 1:
+        _wrong_option(f"{' and '.join(several)} exclude each other")
+    if arguments.resolve and not arguments.cfg:
+        _wrong_option("--resolve belongs to --cfg job")
     given = arguments.overrides
     sweep = arguments.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in given)
     typed = parse(given, sweep=sweep)

@@ -203,6 +203,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for key, valid in COUNTS.items():
+            if getattr(self, key) is None and key != "prompt_grad_window":
+                raise ConfigError(f"{key} has no value; give {key}=...")
             if getattr(self, key) is not None:
                 try:
                     setattr(self, key, parse_count(getattr(self, key), least=valid.least, most=valid.most))

@@ -45,6 +45,8 @@ def check_haystack(places: list[str]) -> None:
 
 def _named(places: list[str]) -> Iterator[str]:
     for place in places:
+        if not place:
+            raise DataError("data.haystack names an empty path; leave it out, and Python's standard library is taken")
         path = Path(place).expanduser()
         if path.is_file():
             try:

@@ -109,7 +109,7 @@ def check_jsonl(config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | Non
 def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, int, bytes]]:
     """Yield byte offset, line number and content of every line that is not blank, at most ``longest`` bytes of it."""
     if not path.is_file():
-        what = "a folder" if path.is_dir() else "not there"
+        what = "a folder" if path.is_dir() else "no plain file" if path.exists() else "not there"
         raise FileNotFoundError(f"data.path={path} is {what}; give a file with one JSON object a line")
     with path.open("rb") as file:
         head = file.read(6)

@@ -49,6 +49,7 @@ def files(stand_in):
         (["data.haystack=good.jsonl,/nope"], " 1", "data.haystack: /nope is not there"),
         (["data.haystack=good.jsonl,empty.txt"], " 1", "data.haystack: no text in empty.txt"),
         (["data.haystack=good.jsonl,binary.txt"], " 1", "binary.txt is no UTF-8 text"),
+        (["data.haystack=[good.jsonl],['']"], " 1", "data.haystack names an empty path"),
         (["response_length=16,3"], " 1", "response_length=3: the needle's number takes 6 tokens"),
         (["response_length=64", "context=256,130"], " 1", "a needle and its question take 74 tokens"),
         (["adapter=lora", "adapter.checkpoint=null,/nope"], " 1", "/nope: not both of adapter_config.json and"),
@@ -90,7 +91,9 @@ def test_counts_and_single_files_reach_the_job(longstraw, files):
     assert sorted(len(records(folder)) for folder in files.glob("runs/*/*/[01]")) == [1, 2]
 
 
-@pytest.mark.parametrize("arguments", [["-x"], ["--no-such-option"], ["--cfg", "nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["-x"], ["--no-such-option"], ["--cfg", "nonsense"], ["--run", "-m"], ["--resolve"]]
+)
 def test_an_option_that_is_not_there_is_one_line_of_ours(longstraw, arguments):
     done = longstraw(*arguments)
     assert done.returncode == 2
