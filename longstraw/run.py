@@ -5,6 +5,7 @@ Hydra composes the YAML files of ``conf/`` against ``longstraw.config``; ``longs
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
@@ -118,16 +119,9 @@ def _is_users(error: Exception) -> bool:
 
 def _start(quiet: bool) -> None:
     import hydra.version
-    from hydra._internal.utils import _run_hydra, get_args_parser
+    from hydra._internal.utils import _run_hydra
 
-    parser = get_args_parser()
-    parser.error = _wrong_option  # type: ignore[method-assign]
-    arguments = parser.parse_intermixed_args()
-    actions = {"--run": arguments.run, "-m": arguments.multirun, "--cfg": arguments.cfg, "--info": arguments.info}
-    if len(several := [option for option, asked in actions.items() if asked]) > 1:
-        _wrong_option(f"{' and '.join(several)} exclude each other")
-    if arguments.resolve and not arguments.cfg:
-        _wrong_option("--resolve belongs to --cfg job")
+    parser, arguments = _options()
     given = arguments.overrides
     sweep = arguments.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in given)
     typed = parse(given, sweep=sweep)
@@ -139,14 +133,29 @@ def _start(quiet: bool) -> None:
     if not sweep:
         for argument in typed:
             if len(argument.values) > 1:
-                several = f"; one value that is a list: {argument.key}=[...]" if is_list(argument.key) else ""
-                raise ConfigError(f"{argument.text}: several values are a sweep, which wants -m{several}")
+                one = f"; one value that is a list: {argument.key}=[...]" if is_list(argument.key) else ""
+                raise ConfigError(f"{argument.text}: several values are a sweep, which wants -m{one}")
     register()
     if quiet:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands errors on instead of printing its own page
     hydra.version.setbase("1.3")
     arguments.overrides = [argument.text for argument in typed]
     _run_hydra(arguments, parser, _job, str(conf_dir()), "config")
+
+
+def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Return Hydra's parser of options and what it found; raise ``ConfigError`` for what it would refuse."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _wrong_option  # type: ignore[method-assign]
+    found = parser.parse_intermixed_args()
+    actions = {"--run": found.run, "-m": found.multirun, "--cfg": found.cfg, "--info": found.info}
+    if len(several := [option for option, asked in actions.items() if asked]) > 1:
+        _wrong_option(f"{' and '.join(several)} exclude each other")
+    if found.resolve and not found.cfg:
+        _wrong_option("--resolve belongs to --cfg job")
+    return parser, found
 
 
 def _wrong_option(message: str) -> NoReturn:
