@@ -13,7 +13,7 @@ GIB = 2**30
 MIB = 2**20
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\d{1,4})?)\s*([a-z]*)\s*", re.IGNORECASE)
+_COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\+?\d{1,4})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _FORMS = "write 2100000, 2_100_000, 2.1M (10^6), 256K (10^3), 2Mi (2^20) or 256Ki (2^10)"
 
 

@@ -15,6 +15,7 @@ from longstraw.units import format_bytes, format_count, format_seconds, parse_co
         ("1b", 10**9),
         ("2.1e6", 2_100_000),
         (2.1e6, 2_100_000),
+        (1e17, 10**17),
         (4096, 4096),
         (" 16ki ", 16_384),
     ],
@@ -23,7 +24,7 @@ def test_counts_as_typed(typed, count):
     assert parse_count(typed) == count
 
 
-@pytest.mark.parametrize("typed", ["99999999999999999999", "1e30", "1e9999", "9" * 5000])
+@pytest.mark.parametrize("typed", ["99999999999999999999", "1e30", 1e30, "1e9999", "9" * 5000])
 def test_a_count_past_every_use_is_refused_at_once(typed):
     with pytest.raises(ValueError, match=r"must be at most 9,223,372,036,854,775,807"):
         parse_count(typed)
