@@ -90,9 +90,7 @@ def _notes(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
     notes = []
     equal = sum(row.get("reward_std") == 0 for row in records)
     if equal and not config.get("algorithm", {}).get("kl_coef"):
-        notes.append(
-            f"job {name}: equal rewards in {equal} of {len(records)} steps: no advantage, so no gradient there"
-        )
+        notes.append(f"job {name}: equal rewards in {equal} of {len(records)} steps: no gradient in those")
     if records and records[-1].get("advantage_abs_mean") and _loss(records[-1]) == "0":
         notes.append("loss 0: on policy each ratio is 1 and the advantages sum to 0; grad_norm is not 0")
     return notes

@@ -15,7 +15,10 @@ from longstraw.config import ConfigError, conf_dir, from_dict, load_model_config
 from longstraw.config.hf_files import CheckpointError, check_adapter, check_weights, read_header
 from longstraw.config.overrides import check
 from longstraw.launch import inputs
+from longstraw.launch.jobs import labels
+from longstraw.launch.spec import Job
 from longstraw.run import parse
+from longstraw.tracking.run_folder import table
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = {"prompt": "hello", "responses": [{"text": "yes", "reward": 1.0}, {"text": "no", "reward": 0}]}
@@ -192,3 +195,36 @@ def test_the_laptop_sweep_is_small():
     """Eight jobs of at most 4Ki: minutes on two cores, each a second or two of computing and the start of a process."""
     text = (conf_dir() / "sweep" / "laptop.yaml").read_text()
     assert "context: 1Ki,4Ki" in text
+
+
+def row(**values):
+    return {"status": "ok", "step": 0, "advantage_abs_mean": 1.0, "reward_std": 0.5, "loss": -2.98e-8, **values}
+
+
+def shown(folder, *rows):
+    folder.mkdir()
+    (folder / "spec.json").write_text(json.dumps({"config": {"algorithm": {"kl_coef": 0.0}}}))
+    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, line, *notes = table([folder]).splitlines()
+    return line.split()[-1], notes
+
+
+def test_a_loss_that_is_rounding_is_shown_as_0_and_explained(tmp_path):
+    loss, notes = shown(tmp_path / "0", row())
+    assert loss == "0"
+    assert notes == ["loss 0: on policy each ratio is 1 and the advantages sum to 0; grad_norm is not 0"]
+    assert shown(tmp_path / "1", row(loss=-3.1e-5)) == ("-3.1e-05", [])
+    assert shown(tmp_path / "2", {"status": "ok", "step": 0, "loss": -2.98e-8}) == ("-2.98e-08", [])
+
+
+def test_equal_rewards_are_said(tmp_path):
+    equal = row(reward_std=0.0, advantage_abs_mean=0.0, loss=0.0)
+    loss, notes = shown(tmp_path / "0", row(loss=0.5), {**equal, "step": 1})
+    assert loss == "0"
+    assert notes == ["job 0: equal rewards in 1 of 2 steps: no gradient in those"]
+
+
+def test_one_job_s_progress_does_not_repeat_its_command(tmp_path):
+    one = Job(0, ["model=qwen3_6_tiny", "hardware.ranks=4"], tmp_path, config(), None)
+    assert labels([one]) == ["job 0"]
+    assert labels([]) == []
