@@ -2,8 +2,11 @@
 
     python -m analysis.capacity PATH... [--csv FILE|-] [--latex] [--figure out.png] [--paper] [--claim NAME]
 
+A row says what was done, not what was asked for: the positions that were evaluated, and the gradient that was carried.
+Whatever differs between the jobs is a column; what is the same in all of them is said once, above the table.
+
 A job's peak is the largest over its steps, and what is said of that peak (predicted, retained, state gradient) is of
-the same step; its seconds are the median over finished steps. One GB is 10^9 bytes. Of each step the highest attempt
+the same step; "step time" is the median over finished steps. One GB is 10^9 bytes. Of each step the highest attempt
 counts. Jobs that failed, ran out of memory or were refused have their row too.
 """
 
@@ -15,19 +18,29 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.cases import SETUP, differing, gradient, text
 from analysis.command import parser, refuse, run
 from analysis.records import Job, NoRecords, load_jobs, note
 from analysis.tables import latex, markdown, read_beside, write_csv
-from longstraw.units import GB, format_count
+from longstraw.tracking.schema import carried_gradient, status_word
+from longstraw.units import GB, format_bytes, format_count, format_seconds
 
-# The same in all rows of a job; a row written for a dead job may not know all of it.
-_CASE = ["claim", "model", "hardware", "mode", "prompt_grad", "prompt_grad_window", "context", "group_size", "chunk"]
-_SAME = [*_CASE, "device_name", "world_size", "adapter", "algorithm", "refresh_every", "commit", "dirty"]
+# What a job is: the same in all its rows; a row written for a dead job may not know all of it.
+CASE = ["claim", "model", "hardware", "mode", "prompt_grad", "prompt_grad_window", "context", "group_size"]
+_PROVENANCE = ["commit", "dirty"]
 # Taken from the step with the highest peak.
 _OF_PEAK = ["peak_allocated_bytes", "predicted_peak_bytes", "retained_bytes", "state_gradient_bytes"]
-_OF_PEAK += ["snapshot_bytes", "peak_verb", "measured_by"]
-_INTEGERS = ["world_size", "prompt_grad_window", "refresh_every", "context", "group_size", "chunk", "attempt", "steps"]
-_RIGHT = ("context", "group", "chunk", "peak GB", "predicted GB", "ratio", "retained GB", "state grad GB", "seconds")
+_OF_PEAK += ["snapshot_bytes", "peak_verb", "measured_by", "prompt_positions", "response_positions"]
+_INTEGERS = ["world_size", "dp", "ep", "nodes", "simulated_rank", "prompt_grad_window", "refresh_every"]
+_INTEGERS += ["context", "group_size", "chunk", "attempt", "steps", "positions"]
+_WORDS = {"world_size": "ranks", "refresh_every": "refresh every", "device_name": "device"}
+_BYTES = {
+    "peak": "peak_allocated_bytes",
+    "predicted": "predicted_peak_bytes",
+    "retained": "retained_bytes",
+    "state grad": "state_gradient_bytes",
+}
+_RIGHT = ("asked context", "positions", "group", "ratio", "step time", "ranks", "chunk", "paper GB", "paper seconds")
 REASON = 48  # characters of an error that a table shows; the CSV has it whole
 
 
@@ -35,13 +48,17 @@ def summarize(job: Job) -> dict[str, Any]:
     """Return a job's row in exact values."""
     peak = max(job.steps, key=lambda row: row["peak_allocated_bytes"] or -1, default=job.last)
     seconds = [row["seconds"] for row in job.finished if row["seconds"] is not None]
-    summary = {key: job.known(key) for key in _SAME} | {key: peak[key] for key in _OF_PEAK}
+    summary = {key: job.known(key) for key in [*CASE, *SETUP, *_PROVENANCE]} | {key: peak[key] for key in _OF_PEAK}
     if summary["predicted_peak_bytes"] is None:  # a job refused as too large has no step, only a prediction
         summary["predicted_peak_bytes"] = job.known("predicted_peak_bytes")
+    summary |= {key: str(summary[key]) for key in ("rope_scaling", "frozen") if summary[key] is not None}
+    lengths = (peak["prompt_positions"], peak["response_positions"])
+    summary["positions"] = None if None in lengths else sum(lengths)
+    summary["prompt_grad"], summary["prompt_grad_window"] = carried_gradient(summary, peak)
     return summary | {
-        "status": job.status,
+        "status": status_word(job.status, summary["mode"]),
         "error": job.last["error"],
-        "evidence": job.last["evidence"],
+        "evidence": job.last["evidence"] if summary["mode"] not in ("simulate", "emulate") else None,
         "run_id": job.run_id,
         "attempt": job.last["attempt"],
         "steps": len(job.finished),
@@ -52,7 +69,7 @@ def summarize(job: Job) -> dict[str, Any]:
 def capacity(jobs: Sequence[Job]) -> pd.DataFrame:
     """Return one row a job in exact values, sorted by claim, model, hardware, mode, gradient, context and group."""
     frame = pd.DataFrame([summarize(job) for job in jobs], dtype=object)
-    for column in (*_INTEGERS, *(column for column in frame if str(column).endswith("_bytes"))):
+    for column in (*_INTEGERS, *(column for column in frame if str(column).endswith(("_bytes", "_positions")))):
         values = [
             int(value) if isinstance(value, int | float) and value == value else None
             for value in frame[column].astype(object)
@@ -61,8 +78,8 @@ def capacity(jobs: Sequence[Job]) -> pd.DataFrame:
     frame["ratio"] = (frame["predicted_peak_bytes"] / frame["peak_allocated_bytes"]).astype("Float64")
     frame["seconds"] = pd.array(frame["seconds"], dtype="Float64")
     frame["peak_gb"] = (frame["peak_allocated_bytes"] / GB).astype("Float64")
-    frame = frame.sort_values([*_CASE, "run_id"], key=_sortable, na_position="first", ignore_index=True)
-    first = [*_CASE, "status", "error", "peak_gb", "peak_allocated_bytes", "predicted_peak_bytes", "ratio"]
+    frame = frame.sort_values([*CASE, "world_size", "run_id"], key=_sortable, na_position="first", ignore_index=True)
+    first = [*CASE, "positions", "status", "error", "peak_gb", *_BYTES.values(), "ratio", "seconds"]
     return frame[first + [column for column in frame.columns if column not in first]]
 
 
@@ -83,64 +100,66 @@ def with_paper(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the table as people read it, all strings."""
-    smallest = frame["peak_allocated_bytes"].fillna(frame["predicted_peak_bytes"]).fillna(GB).min()
-    digits = 3 if smallest >= GB else 5  # tiny models live in megabytes
-
-    def gigabytes(value: Any) -> str:
-        return "" if pd.isna(value) else f"{value / GB:,.{digits}f}"
-
-    table = pd.DataFrame(
-        {
-            "model": frame["model"].map(_text),
-            "hardware": frame["hardware"].map(_text),
-            "mode": frame["mode"].map(_text),
-            "prompt grad": [_gradient(row) for row in frame.to_dict("records")],
-            "context": frame["context"].map(lambda value: "" if pd.isna(value) else format_count(int(value))),
-            "group": frame["group_size"].map(_text),
-            "chunk": frame["chunk"].map(_text),
-            "status": [_status(row) for row in frame.to_dict("records")],
-            "peak GB": frame["peak_allocated_bytes"].map(gigabytes),
-            "predicted GB": frame["predicted_peak_bytes"].map(gigabytes),
-            "ratio": frame["ratio"].map(lambda value: "" if pd.isna(value) else f"{value:.3f}"),
-            "retained GB": frame["retained_bytes"].map(gigabytes),
-            "state grad GB": frame["state_gradient_bytes"].map(gigabytes),
-            "seconds": frame["seconds"].map(lambda value: "" if pd.isna(value) else f"{value:,.2f}"),
-            "evidence": frame["evidence"].map(_text),
-            "commit": [_commit(row) for row in frame.to_dict("records")],
-        }
-    )
-    if frame["claim"].notna().any():
-        table.insert(0, "claim", frame["claim"].map(_text))
+    """Return the table as people read it, all strings: what tells the jobs apart, what they held and how they ended."""
+    rows = frame.to_dict("records")
+    asked = [row["context"] for row in rows if not pd.isna(row["positions"]) and row["positions"] != row["context"]]
+    table = pd.DataFrame({key: frame[key].map(text) for key in ["claim"] if frame[key].notna().any()}, dtype=object)
+    table["model"], table["hardware"] = frame["model"].map(text), frame["hardware"].map(text)
+    for key in differing(frame, SETUP):
+        table[_WORDS.get(key, key.replace("_", " "))] = frame[key].map(text)
+    table["prompt grad"] = [gradient(row) for row in rows]
+    if asked or frame["positions"].isna().any():
+        table["asked context"] = frame["context"].map(_count)
+    if not frame["positions"].isna().all():
+        table["positions"] = frame["positions"].map(_count)
+    table["group"] = frame["group_size"].map(text)
+    table["status"] = [_status(row) for row in rows]
+    for name, values in _sizes(frame).items():
+        table[name] = values
     if "paper_gb" in frame:
-        place = list(table.columns).index("peak GB")
-        paper = frame["paper_gb"].map(lambda value: "" if pd.isna(value) else f"{value:,.3f}")
-        table.insert(place + 1, "paper GB", paper)
+        table["paper GB"] = frame["paper_gb"].map(lambda value: "" if pd.isna(value) else f"{value:,.3f}")
         table["paper seconds"] = frame["paper_seconds"].map(lambda v: "" if pd.isna(v) else f"{v:,.1f}")
+    table["ratio"] = frame["ratio"].map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
+    table["step time"] = frame["seconds"].map(lambda value: "" if pd.isna(value) else format_seconds(value))
+    table["evidence"] = frame["evidence"].map(lambda value: text(value) or "none")
+    table["commit"] = [_commit(row) for row in rows]
     return table
 
 
-def _text(value: Any) -> str:
-    return "" if value is None or pd.isna(value) else str(value)
+def _sizes(frame: pd.DataFrame) -> dict[str, list[str]]:
+    """Return the columns of bytes: in GB where every peak has three digits there, else each in its own unit."""
+    peaks = frame["peak_allocated_bytes"].fillna(frame["predicted_peak_bytes"]).dropna()
+    large = len(peaks) > 0 and peaks.min() >= GB // 10
+
+    def size(value: Any) -> str:
+        if pd.isna(value):
+            return ""
+        return f"{value / GB:,.3f}" if large else format_bytes(value)
+
+    return {f"{name} GB" if large else name: [size(value) for value in frame[key]] for name, key in _BYTES.items()}
 
 
-def _gradient(row: dict[str, Any]) -> str:
-    window = row["prompt_grad_window"]
-    return _text(row["prompt_grad"]) + ("" if pd.isna(window) else f", last {format_count(int(window))}")
+def common(frame: pd.DataFrame) -> str:
+    """Return in one line what is known and the same of all jobs and therefore no column; empty if nothing is."""
+    same = [key for key in SETUP if frame[key].dropna().astype(str).nunique() == 1]
+    words = [f"{_WORDS.get(key, key.replace('_', ' '))} {text(frame[key].dropna().iloc[0])}" for key in same]
+    return f"In all rows: {', '.join(words)}." if words else ""
+
+
+def _count(value: Any) -> str:
+    return "" if pd.isna(value) else format_count(int(value))
 
 
 def _status(row: dict[str, Any]) -> str:
-    if row["status"] == "ok" and row["mode"] == "simulate":
-        return "simulated"  # ok says that it ran
-    reason = " ".join(_text(row["error"]).split())
-    if row["status"] == "ok" or not reason:
+    reason = " ".join(text(row["error"]).split())
+    if not reason or row["status"] in ("ok", "simulated", "emulated"):
         return str(row["status"])
     return f"{row['status']}: {reason if len(reason) <= REASON else reason[: REASON - 3] + '...'}"
 
 
 def _commit(row: dict[str, Any]) -> str:
     dirty = row["dirty"]
-    return _text(row["commit"])[:9] + ("+dirty" if dirty is not None and not pd.isna(dirty) and dirty else "")
+    return text(row["commit"])[:9] + ("+dirty" if dirty is not None and not pd.isna(dirty) and dirty else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:  # matplotlib's for a suffix it does not know
         return refuse("capacity", error)
     if options.csv != "-":
-        print((latex if options.latex else markdown)(shown(frame), (*_RIGHT, "paper GB", "paper seconds")))
+        if not options.latex and (line := common(frame)):
+            print(line + "\n")
+        table = shown(frame)
+        right = [name for name in table if name in _RIGHT or name.removesuffix(" GB") in _BYTES]
+        print((latex if options.latex else markdown)(table, right))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,30 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from longstraw.units import GB, MIB, format_count
+from analysis.cases import SETUP, differing, gradient
+from longstraw.units import GB, MIB
 
-_SERIES = ["model", "prompt_grad", "prompt_grad_window", "hardware"]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")  # told apart by all
 _KINDS: dict[str, dict[str, Any]] = {  # how a peak is known
     "measured": {"linestyle": "-", "marker": "o", "linewidth": 1.8, "markersize": 6},
     "simulated": {"linestyle": "--", "marker": "s", "linewidth": 1.4, "markersize": 6, "markerfacecolor": "white"},
+    "emulated": {"linestyle": "-.", "marker": "^", "linewidth": 1.4, "markersize": 6},
     "predicted": {"linestyle": ":", "marker": "x", "linewidth": 1.2, "markersize": 6, "alpha": 0.9},
 }
 
 
 def draw_capacity(frame: pd.DataFrame, target: str | Path) -> None:
-    """Draw peak against context and against group size, a line each model, prompt gradient and hardware.
+    """Draw peak against the positions of a branch, and against group size.
 
-    ``frame`` is ``capacity()``'s. On the left each context shows its largest group, on the right each line is one
-    context. Jobs that did not finish show what was predicted for them.
+    ``frame`` is ``capacity()``'s. A line joins jobs that differ in nothing but what its axis shows: on the left each
+    group has a line of its own, on the right each context. Jobs that did not finish show what was predicted for them.
     """
     points = _points(frame)
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.6), sharey=True, layout="constrained")
     unit, name = (GB, "GB") if (points["peak"].max() or 0) >= GB else (10**6, "MB")
     points = points.assign(peak=points["peak"] / unit)
     colors = dict(zip(sorted(set(points["series"])), cycle(COLORS), strict=False))
-    largest = points.groupby(["series", "kind", "context"])["group_size"].transform("max")
-    _lines(axes[0], points[points["group_size"] == largest], "context", ["series", "kind"], colors)
+    _lines(axes[0], points, "context", ["series", "kind", "group_size"], colors)
     _lines(axes[1], points, "group_size", ["series", "kind", "context"], colors)
     _failed(axes, points, colors)
     _dress(axes, points, name)
@@ -51,12 +52,14 @@ def draw_capacity(frame: pd.DataFrame, target: str | Path) -> None:
 def _points(frame: pd.DataFrame) -> pd.DataFrame:
     """Return one row a marker: series, kind, context, group_size, peak in bytes, failed."""
     rows = []
+    apart = differing(frame, ["hardware", *SETUP])
     for row in frame.to_dict("records"):
-        if pd.isna(row["context"]) or pd.isna(row["group_size"]):
+        context = row["context"] if pd.isna(row["positions"]) else row["positions"]
+        if pd.isna(context) or pd.isna(row["group_size"]):
             continue
-        point = {"series": _series(row), "context": int(row["context"]), "group_size": int(row["group_size"])}
-        kind = "simulated" if row["mode"] == "simulate" else "measured"
-        if row["status"] == "ok" and not pd.isna(row["peak_allocated_bytes"]):
+        point = {"series": _series(row, apart), "context": int(context), "group_size": int(row["group_size"])}
+        kind = {"simulate": "simulated", "emulate": "emulated"}.get(row["mode"], "measured")
+        if row["status"] in ("ok", "simulated", "emulated") and not pd.isna(row["peak_allocated_bytes"]):
             rows.append({**point, "kind": kind, "peak": int(row["peak_allocated_bytes"]), "failed": None})
         failed = row["status"] if row["status"] in ("oom", "too_large") else None
         # A job that ran out of memory was heading for what was predicted, not for what it had got so far.
@@ -68,10 +71,12 @@ def _points(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["series", "kind", "context", "group_size", "peak", "failed"])
 
 
-def _series(row: dict[str, Any]) -> str:
-    window = row["prompt_grad_window"]
-    grad = str(row["prompt_grad"]) + ("" if pd.isna(window) else f" (last {format_count(int(window))})")
-    return f"{row['model']}, {grad}, {row['hardware']}"
+def _series(row: dict[str, Any], apart: Sequence[str]) -> str:
+    """Return a line's name: model, prompt gradient, and the values in which the jobs of the figure differ."""
+    units = {"world_size": "{} ranks", "nodes": "{} nodes", "chunk": "chunk {}", "refresh_every": "{} steps a prompt"}
+    units |= {"dp": "dp {}", "ep": "ep {}", "state_dtype": "rows {}", "state_gradient_dtype": "row gradients {}"}
+    words = [units.get(key, "{}").format(row[key]) for key in apart if not pd.isna(row[key])]
+    return ", ".join([str(row["model"]), gradient(row), *words])
 
 
 def _lines(axis: Axes, points: pd.DataFrame, x: str, by: list[str], colors: dict[str, str]) -> None:
@@ -111,8 +116,8 @@ def _dress(axes: Any, points: pd.DataFrame, unit: str) -> None:
         right.set_xticks(groups if len(groups) <= 8 else groups[:: -(-len(groups) // 8)])
         room = 0.05 * (groups[-1] - groups[0]) or 1
         right.set_xlim(groups[0] - room, groups[-1] + 4 * room)  # the contexts are named there
-    left.set(xlabel="context, positions of one branch", ylabel=f"peak allocated, {unit}")
-    left.set_title("Peak against context (largest group)", fontsize=11)
+    left.set(xlabel="positions of one branch: prompt and response", ylabel=f"peak allocated, {unit}")
+    left.set_title("Peak against context (a line each group)", fontsize=11)
     right.set_xlabel("group size, responses that share the prompt")
     right.set_title("Peak against group size (a line each context)", fontsize=11)
     for axis in axes:

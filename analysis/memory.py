@@ -13,9 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.notebook import Shown
 from analysis.records import Job, load_jobs
-from analysis.tables import markdown, read_beside
+from analysis.tables import Shown, markdown, read_beside
 from longstraw.config import option
 from longstraw.units import GB, format_count
 

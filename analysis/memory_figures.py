@@ -13,8 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from analysis.figures import COLORS, short_count
 from analysis.memory import gigabytes, kinds_of
-from analysis.notebook import Shown
-from analysis.tables import read_beside
+from analysis.tables import Shown, read_beside
 from longstraw.units import GB
 
 _AXES = {
@@ -53,11 +52,13 @@ def peak_against(frame: pd.DataFrame, x: str, *, paper: bool = False, room: floa
 
 
 def _series(frame: pd.DataFrame, x: str) -> list[tuple[str, pd.DataFrame]]:
-    by = [key for key in ("model", "prompt_grad", "world_size") if key != x]
+    by = [key for key in ("model", "prompt_grad", "world_size", "mode") if key != x]
     lines = []
     for key, line in frame.groupby(by):
-        words = [f"{value} ranks" if name == "world_size" else value for name, value in zip(by, key, strict=True)]
-        lines.append((f"{', '.join(words)}: simulated", line.sort_values(x).drop_duplicates(x)))
+        known = dict(zip(by, key, strict=True))
+        how = {"simulate": "simulated", "emulate": "emulated"}.get(str(known.pop("mode")), "measured")
+        words = [f"{value} ranks" if name == "world_size" else value for name, value in known.items()]
+        lines.append((f"{', '.join(words)}: {how}", line.sort_values(x).drop_duplicates(x)))
     return lines
 
 

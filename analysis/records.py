@@ -88,13 +88,21 @@ def read_rows(path: Path, tell: Callable[[str], None] = note) -> list[Row]:
             continue
         full = {key: row.get(key) for key in KEYS}
         for key, value in full.items():
-            if value is not None and not fits(value, KEYS[key].type):
-                tell(f"{path}:{number}: {key} must be {KEYS[key].type.__name__}, not {value!r:.60}; taken as unknown")
+            if value is not None and not (fits(value, KEYS[key].type) and _within_64_bits(value)):
+                kind = f"{KEYS[key].type.__name__} of 64 bits at most"
+                tell(f"{path}:{number}: {key} must be {kind}, not {value!r:.60}; taken as unknown")
                 full[key] = None
         if (full["schema"] or 0) > SCHEMA:
             tell(f"{path}:{number}: of schema {full['schema']}, this reads {SCHEMA}; newer keys are not shown")
         rows.append({**full, **{key: value for key, value in defaults.items() if full[key] is None}})
     return rows
+
+
+def _within_64_bits(value: Any) -> bool:
+    """Return whether every whole number in a value, at any depth, is one that a column of a table can hold."""
+    if isinstance(value, dict | list):
+        return all(map(_within_64_bits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or abs(value) < 2**63
 
 
 def _content(path: Path, tell: Callable[[str], None]) -> bytes:

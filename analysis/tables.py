@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,23 @@ _LATEX = {
     "^": r"\textasciicircum{}",
     **{character: "\\" + character for character in "&%$#_{}"},
 }
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a notebook's cell ends in: a table in Markdown, or a picture with a text that says the same."""
+
+    text: str
+    png: bytes | None = None
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str | None:
+        return self.text if self.png is None else None
+
+    def _repr_png_(self) -> bytes | None:
+        return self.png
 
 
 def markdown(frame: pd.DataFrame, right: Sequence[str] = ()) -> str:

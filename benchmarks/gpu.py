@@ -38,8 +38,12 @@ from longstraw.config import (
     choose,
     load_model_config,
 )
-from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.settings import parse_settings
+from longstraw.layers.attention import Attention
+from longstraw.layers.delta import GatedDeltaNet
+from longstraw.layers.latent import Indexer, LatentAttention
+from longstraw.models import build_model
 from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
 from longstraw.ops.latent import attend_rows
@@ -123,16 +127,20 @@ class Bench:
 
     def run(self, config: ModelConfig) -> Iterator[Timed]:
         """Yield every operation of ``config``'s layers, and of its head."""
-        if isinstance(config, Qwen36Config):
-            yield from self.attention(config)
-            yield from self.delta(config)
-        elif isinstance(config, Glm52Config):
-            yield from self.chosen(config)
-            yield self.choice(config)
+        kinds = {type(module): module for module in build_model(config, device="meta").modules()}
+        for layer in kinds.values():
+            if isinstance(layer, Attention):
+                yield from self.attention(layer)
+            elif isinstance(layer, GatedDeltaNet):
+                yield from self.delta(layer)
+            elif isinstance(layer, LatentAttention):
+                yield from self.chosen(layer)
+            elif isinstance(layer, Indexer):
+                yield from self.choice(layer)
         yield from self.head(config)
 
-    def attention(self, config: Qwen36Config) -> list[Timed]:
-        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    def attention(self, layer: Attention) -> list[Timed]:
+        heads, groups, width = layer.heads, layer.kv_heads, layer.head_dim
         past = self._draw(self.rows, groups, width), self._draw(self.rows, groups, width)
         sums = self._zeros(self.rows, groups, width), self._zeros(self.rows, groups, width)
         new = self._draw(self.chunk, heads, width), *(self._draw(self.chunk, groups, width) for _ in range(2))
@@ -144,9 +152,9 @@ class Bench:
         size = 2.0 * (2 * new[0].numel() + 2 * (self.rows + self.chunk) * groups * width)
         return self._both("attention", new, call, size, flops)
 
-    def delta(self, config: Qwen36Config) -> list[Timed]:
-        keys, values = config.linear_num_key_heads // self.ranks, config.linear_num_value_heads // self.ranks
-        key, value, taps = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    def delta(self, layer: GatedDeltaNet) -> list[Timed]:
+        keys, values = layer.key_heads // self.ranks, layer.value_heads // self.ranks
+        key, value, taps = layer.key_dim, layer.value_dim, layer.taps
         scanned = (
             *(self._draw(self.chunk, keys, key) for _ in range(2)),
             self._draw(self.chunk, values, value),
@@ -161,7 +169,8 @@ class Bench:
         size, flops = 2.0 * mixed[0].nbytes, 2.0 * mixed[0].numel() * taps
         return timed + self._both("causal convolution", mixed, lambda *x: self.ops.conv(*x)[0], size, flops)
 
-    def chosen(self, config: Glm52Config) -> list[Timed]:
+    def chosen(self, layer: LatentAttention) -> list[Timed]:
+        config = layer.config
         latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
         count = max(min(config.index_topk, self.rows) // self.ranks, 1)  # of a query's rows, those of this rank
         past = self._draw(self.rows, latent), self._draw(self.rows, rope)
@@ -180,13 +189,13 @@ class Bench:
         size = 2.0 * (2 * new[0].numel() + rows.numel() * (latent + rope))
         return self._both("attention to chosen rows", new, call, size, flops)
 
-    def choice(self, config: Glm52Config) -> Timed:
-        heads, width, count = config.index_n_heads, config.index_head_dim, min(config.index_topk, self.rows)
+    def choice(self, layer: Indexer) -> list[Timed]:
+        heads, width, count = layer.heads, layer.head_dim, min(layer.count, self.rows)
         queries = self._draw(self.chunk, heads, width), self._draw(self.chunk, heads, dtype=torch.float32)
         keys = self._draw(self.rows, width), self._draw(self.chunk, width)
         seconds = self.clock(lambda: self.ops.latent.select_rows(*queries, *keys, count, scale=width**-0.5))
         size = float(sum(x.nbytes for x in (*queries, *keys))) + 8.0 * self.chunk * count
-        return Timed("choice of rows", seconds, size, 2.0 * heads * width * self.chunk * self.rows)
+        return [Timed("choice of rows", seconds, size, 2.0 * heads * width * self.chunk * self.rows)]
 
     def head(self, config: ModelConfig) -> list[Timed]:
         vocabulary, count = -(-config.vocab_size // self.ranks), min(self.chunk, 8192)

@@ -1,18 +1,15 @@
 """The configuration of a job as typed objects, which YAML files and the command line become."""
 
+from longstraw.config.architectures import ARCHITECTURES
+from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
-    ARCHITECTURES,
-    DTYPES,
     INNER_CHUNK,
-    ModelConfig,
-    Qwen36Config,
     available,
     conf_dir,
     inner_chunk,
     load_model_config,
-    native_length_warning,
     option,
     read_model_config,
 )
@@ -59,7 +56,6 @@ __all__ = [
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",
-    "Qwen36Config",
     "RunConfig",
     "SimulationConfig",
     "StateConfig",

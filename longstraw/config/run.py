@@ -13,16 +13,11 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from longstraw.config.architectures import ARCHITECTURES
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
-from longstraw.config.model import (
-    ARCHITECTURES,
-    INNER_CHUNK,
-    ModelConfig,
-    option,
-    read_model_config,
-    typed,
-)
+from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
 
 PROMPT_GRADS = ("detached", "exact")

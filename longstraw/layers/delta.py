@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config import Qwen36Config
+from longstraw.config import inner_chunk
+from longstraw.config.architectures import Qwen36Config
+from longstraw.layers.flops import weight_flops
 from longstraw.layers.norm import GatedRMSNorm
+from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.ops import Ops
 from longstraw.state import DEFAULT_STORAGE, Carried, Past, RowStorage, Tensors
 
@@ -89,3 +92,49 @@ class GatedDeltaNet(nn.Module):
     def update(self, x: Tensor, past: Past) -> Tensors:
         """Return only the state after these positions."""
         return self.forward(x, past)[1]
+
+    def flops(self, start: int, end: int, state_only: bool) -> int:
+        """Return the operations of positions [start, end), of which the state needs all; C positions an inner chunk.
+
+        Of the gated delta rule in chunked form, by key heads k k^T and q k^T; by value heads the triangular solve of
+        K + V columns (half of the square), states read by keys and by queries, what a chunk adds of its own values, and
+        the state's update.
+        """
+        keys, values, chunk = self.key_dim, self.value_dim, inner_chunk(self.key_dim)
+        by_key_head = 2 * 2 * chunk * keys
+        by_value_head = chunk * (keys + values) + 2 * 2 * keys * values + 2 * chunk * values + 2 * keys * values
+        rule = self.key_heads * by_key_head + self.value_heads * by_value_head
+        return (end - start) * (weight_flops(self) + rule + 2 * sum(self.widths) * self.taps)
+
+    def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
+        return [self._delta_case(draw, positions), self._convolution_case(draw, positions)]
+
+    def _delta_case(self, draw: Draw, positions: int) -> Case:
+        keys, values = self.key_heads, self.value_heads
+        key, value = self.key_dim, self.value_dim
+        inputs = {name: draw(positions, keys, key) for name in ("q", "k")} | {"v": draw(positions, values, value)}
+        inputs["decay"] = -0.05 * draw(positions, values, wide=True).sigmoid()  # slow: the first state reaches the end
+        inputs["beta"] = draw(positions, values).sigmoid()
+        inputs["state"] = draw(values, key, value, wide=True)
+
+        def run(ops: Ops, tensors: Tensors) -> Tensors:
+            return differentiated(
+                tensors,
+                tuple(inputs),
+                lambda leaves: dict(zip(("output", "final state"), ops.delta(*leaves.values()), strict=True)),
+            )
+
+        return "gated delta rule", inputs, run
+
+    def _convolution_case(self, draw: Draw, positions: int) -> Case:
+        channels, taps = sum(self.widths), self.taps
+        inputs = {"x": draw(positions, channels), "weight": draw(channels, taps), "tail": draw(taps - 1, channels)}
+
+        def run(ops: Ops, tensors: Tensors) -> Tensors:
+            return differentiated(
+                tensors,
+                tuple(inputs),
+                lambda leaves: dict(zip(("output", "new tail"), ops.conv(*leaves.values()), strict=True)),
+            )
+
+        return "causal convolution", inputs, run

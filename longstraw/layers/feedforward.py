@@ -6,12 +6,14 @@ T tokens, d model width, E experts, I inner width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
+from longstraw.layers.flops import weight_flops
 from longstraw.ops import Ops
 from longstraw.ops.moe import route
 
@@ -19,14 +21,18 @@ from longstraw.ops.moe import route
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def flops(self, count: int) -> int:
+        """Return the operations of ``count`` tokens."""
+        return count * weight_flops(self)
 
 
 class Router(nn.Module):
@@ -87,3 +93,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x, *self.gate(x)) + self.shared_experts(x)
+
+    def flops(self, count: int) -> int:
+        """Return the operations of ``count`` tokens: of the experts, as many as a token goes to."""
+        stacks = [self.experts.gate_up_proj.shape, self.experts.down_proj.shape]
+        routed = 2 * self.gate.config.num_experts_per_tok * sum(prod(shape[1:]) for shape in stacks)
+        return count * (weight_flops(self) + routed)

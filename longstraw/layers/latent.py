@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
+from longstraw.layers.flops import pairs, weight_flops
 from longstraw.layers.lora_weight import effective_weight
 from longstraw.layers.norm import RMSNorm
+from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.layers.rotary import rotary_angles, rotate_pairs
 from longstraw.ops import Ops
+from longstraw.ops.latent import attend_rows
 from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
 
@@ -59,6 +62,26 @@ class Indexer(nn.Module):
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
         """Return the index keys [T, D] of ``x`` [T, d]."""
         return angles.turn(self.k_norm(self.wk(x)).unsqueeze(1)).squeeze(1)
+
+    def flops(self, start: int, end: int, state_only: bool) -> int:
+        """Return the operations of scoring all before positions [start, end), and themselves; projections included."""
+        if state_only:
+            return (end - start) * weight_flops(self.wk)
+        return (end - start) * weight_flops(self) + 2 * self.heads * (self.head_dim + 1) * pairs(start, end)
+
+    def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
+        heads, width = self.heads, self.head_dim
+        inputs = {"q": draw(positions, heads, width), "retained key": draw(rows, width), "key": draw(positions, width)}
+        inputs["weights"] = draw(positions, heads, wide=True)
+        count = min(self.count, rows)
+
+        def run(ops: Ops, tensors: Tensors) -> Tensors:
+            q, past, key, weights = tensors.values()
+            chosen = ops.latent.select_rows(q, weights, past, key, count, scale=width**-0.5).long()
+            marks = torch.zeros(positions, rows + positions + 1, dtype=torch.bool, device=q.device)
+            return {"rows": marks.scatter_(1, chosen % marks.shape[1], True)[:, :-1]}  # the last column: none chosen
+
+        return [("choice of rows", inputs, run)]
 
 
 class LatentAttention(nn.Module):
@@ -126,6 +149,50 @@ class LatentAttention(nn.Module):
         latent, rope_key = self.kv_a_proj_with_mqa(x).split([self.config.kv_lora_rank, self.widths[1]], -1)
         rows = {"latent": self.kv_a_layernorm(latent), "rope_key": angles.turn(rope_key.unsqueeze(1)).squeeze(1)}
         return rows if self.indexer is None else {**rows, "index_key": self.indexer.keys(x, angles)}
+
+    def flops(self, start: int, end: int, state_only: bool) -> int:
+        """Return the operations of positions [start, end); absorbed, ``kv_b_proj`` costs what it would as a product."""
+        index = 0 if self.indexer is None else self.indexer.flops(start, end, state_only)
+        if state_only:
+            return index + (end - start) * weight_flops(self.kv_a_proj_with_mqa)
+        own = weight_flops(self) - (0 if self.indexer is None else weight_flops(self.indexer))
+        width = 2 * self.config.kv_lora_rank + self.widths[1]
+        return index + (end - start) * own + 2 * self.heads * width * self._chosen(start, end)
+
+    def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
+        width, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        count = min(self.config.index_topk, rows)
+        inputs = {"q": draw(positions, self.config.num_attention_heads, width + rope)}
+        inputs |= {"latent": draw(positions, width), "rotary key": draw(positions, rope)}
+        inputs |= {"retained latent": draw(rows, width), "retained rotary key": draw(rows, rope)}
+        before = {
+            key: draw(rows, inputs[key].shape[1], wide=True) for key in ("retained latent", "retained rotary key")
+        }
+        order = torch.rand(positions, rows + 1, generator=draw.generator, device=draw.device).argsort(-1)
+        chosen = order[:, :count].sort(-1).values.int()
+        chosen[:, -1] = rows + torch.arange(positions, device=draw.device)  # a position sees itself
+        scale = self.scale
+
+        def run(ops: Ops, tensors: Tensors) -> Tensors:
+            buffers = [x.clone() for x in before.values()]
+
+            def call(leaves: Tensors) -> Tensors:
+                past = (leaves["retained latent"], leaves["retained rotary key"])
+                new = (leaves["q"], leaves["latent"], leaves["rotary key"])
+                return {
+                    "output": attend_rows(*new, chosen, past, (buffers[0], buffers[1]), scale=scale, ops=ops.latent)[0]
+                }
+
+            results = differentiated(tensors, ("q", "latent", "rotary key"), call)
+            return results | {f"gradient of {key}": x - before[key] for key, x in zip(before, buffers, strict=True)}
+
+        return [("attention to chosen rows", inputs, run)]
+
+    def _chosen(self, start: int, end: int) -> int:
+        """Return how many rows positions [start, end) attend to: all up to the number that is chosen."""
+        most = self.config.index_topk
+        few = pairs(min(start, most), min(end, most))
+        return few + most * (max(end, most) - max(start, most))
 
     def _angles(self, x: Tensor, past: Past) -> Angles:
         return Angles(self.config, past.first, len(x), x.device)

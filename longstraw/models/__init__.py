@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
 from longstraw.layers.cpu_linear import widen
-from longstraw.models import glm_5_2, qwen3_6
+from longstraw.models import glm_5_2, llama, qwen3_6
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import load_weights
 from longstraw.ops import choose_ops
 
-_ARCHITECTURES = {"qwen3_6": qwen3_6, "glm_5_2": glm_5_2}
+_FAMILIES: dict[str, Any] = {"qwen3_6": qwen3_6, "glm_5_2": glm_5_2, "llama": llama}  # build and initialise
 
 
 def build_model(
@@ -24,22 +24,23 @@ def build_model(
     *,
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     backend: str | None = None,
     fake: bool = False,
     **overrides: Any,
 ) -> Decoder:
     """Return a model with random weights drawn from ``seed``.
 
-    ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. On the ``meta``
-    device nothing is allocated or drawn. ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA,
-    ``reference`` elsewhere. ``fake`` says that it will see fake tensors alone: then ``cuda`` needs nothing installed.
+    ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. ``device`` None is
+    PyTorch's default device, as ``with torch.device(...)`` sets it; on ``meta`` nothing is allocated or drawn.
+    ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA, ``reference`` elsewhere. ``fake`` says
+    that it will see fake tensors alone: then ``cuda`` needs nothing installed.
     The same seed gives the same weights in every dtype, up to rounding.
     """
     if overrides and not isinstance(model, str):
         raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
     config = load_model_config(model, **overrides) if isinstance(model, str) else model
-    device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     decoder = _empty(config, device, backend, fake)
     narrow = _dtype(dtype, config)
     wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as what a router selects by
@@ -62,13 +63,13 @@ def draw_weights(decoder: Decoder, *, seed: int, keep: Callable[[Tensor, Tensor]
     ``keep`` gets a parameter or buffer as it stands and the whole float32 tensor that was drawn for it, and returns
     what shall stand in its place.
     """
-    architecture = _ARCHITECTURES[decoder.config.architecture]
-    generator = torch.Generator().manual_seed(seed)
+    family = _family(decoder.config)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for path, module in decoder.named_modules():
         own = {} if ".lora_" in path else _own(module)
         for name, tensor in own.items():
-            _put(module, name, torch.empty(tensor.shape, dtype=torch.float32))
-        architecture.initialise(module, decoder.config.initializer_range, generator)
+            _put(module, name, torch.empty(tensor.shape, dtype=torch.float32, device="cpu"))
+        family.initialise(module, decoder.config.initializer_range, generator)
         for name, tensor in own.items():
             _put(module, name, keep(tensor, getattr(module, name).detach()), tensor)
 
@@ -94,7 +95,7 @@ def load_model(
     folder: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     backend: str | None = None,
     config: ModelConfig | None = None,
     **overrides: Any,
@@ -109,7 +110,7 @@ def load_model(
         config = read_model_config(folder, **overrides)
     elif overrides:
         raise TypeError(f"load_model: config is given, so {', '.join(overrides)} belongs into it")
-    device = torch.device(device)
+    device = torch.get_default_device() if device is None else torch.device(device)
     decoder = _empty(config, device, backend)
     load_weights(decoder, folder, dtype=_dtype(dtype, config), device=device)
     return decoder
@@ -119,10 +120,17 @@ def _empty(config: ModelConfig, device: torch.device, backend: str | None, fake:
     """Return the model on the meta device with the ops for ``device``."""
     backend = backend or {"cpu": "cpu", "meta": "cpu", "cuda": "cuda"}.get(device.type, "reference")
     with torch.device("meta"):
-        decoder = _ARCHITECTURES[config.architecture].build(config, choose_ops(backend, fake=fake))
+        decoder = _family(config).build(config, choose_ops(backend, fake=fake))
     if backend == "cpu":
         widen(decoder)
     return decoder
+
+
+def _family(config: ModelConfig) -> Any:
+    """Return the module that builds the models of ``config``'s family."""
+    if config.architecture not in _FAMILIES:
+        raise NotImplementedError(f"{config.architecture}: longstraw.models has no module that builds it")
+    return _FAMILIES[config.architecture]
 
 
 def _dtype(dtype: str | torch.dtype | None, config: ModelConfig) -> torch.dtype:

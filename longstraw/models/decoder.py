@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.config import ModelConfig, StateConfig
+from longstraw.layers.feedforward import MixtureOfExperts, SwiGLU
 from longstraw.layers.lora_weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
@@ -32,13 +33,15 @@ class Mixer(Protocol):
         self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
     ) -> RetainedState: ...
 
+    def flops(self, start: int, end: int, state_only: bool) -> int: ...
+
 
 class Block(nn.Module):
     """``x += mixer(norm(x)); x += feedforward(norm(x))``. The subclass names the mixer as its checkpoint does."""
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
-    mlp: nn.Module
+    mlp: SwiGLU | MixtureOfExperts
 
     @property
     def mixer(self) -> Mixer:
@@ -61,6 +64,10 @@ class Block(nn.Module):
         mixed, update = self.mixer(x, past)
         return mixed, update, handed
 
+    def flops(self, start: int, end: int, state_only: bool) -> int:
+        """Return the operations of positions [start, end) on all before them, two a multiply-add."""
+        return self.mixer.flops(start, end, state_only) + (0 if state_only else self.mlp.flops(end - start))
+
 
 class Trunk(nn.Module):
     """Embedding, blocks and final norm."""
@@ -70,6 +77,18 @@ class Trunk(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
+
+
+class TiedHead(nn.Module):
+    """A head that applies the embedding's weight and holds none of its own: one parameter, wherever it is put."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self._embedding = (embedding,)  # no submodule: its parameter has one name
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
 
 
 def _alone(count: int) -> int:
@@ -96,7 +115,11 @@ class Decoder(nn.Module):
         self.split: Callable[[int], Chunk] = whole  # how many positions of a chunk are evaluated here, and which
         self.agree: Callable[[int], int] = _alone  # how often all must take part, where prompts stand side by side
         self.model = Trunk(config, blocks, norm)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear | TiedHead
+        if config.tied_embeddings:
+            self.lm_head = TiedHead(self.model.embed_tokens)
+        else:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def new_states(
         self,
@@ -151,6 +174,18 @@ class Decoder(nn.Module):
     def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [t, d]."""
         return self.ops.context.logprob(hidden, effective_weight(self.lm_head), targets, self.split(len(targets)))
+
+    def flops(self, start: int, end: int, state_only: bool = False) -> int:
+        """Return the operations of all blocks for positions [start, end) on all before them, two a multiply-add.
+
+        With ``state_only`` the last block stops at what its state asks for, as in ``forward``.
+        """
+        blocks = self._blocks()
+        return sum(block.flops(start, end, state_only and i == len(blocks) - 1) for i, block in enumerate(blocks))
+
+    def head_flops(self, count: int) -> int:
+        """Return the operations of the logits of ``count`` positions."""
+        return 2 * count * self.lm_head.weight.shape.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
         """Copy everything but the ops, as for a reference policy: Python's modules, of which some are, have no copy."""

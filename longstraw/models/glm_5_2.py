@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longstraw.config import ModelConfig
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.layers.feedforward import Experts, MixtureOfExperts, Router, SwiGLU
 from longstraw.layers.latent import LatentAttention
 from longstraw.layers.norm import RMSNorm
@@ -41,9 +40,8 @@ class Glm52Block(Block):
         return self.self_attn(x, past, handed)
 
 
-def build(config: ModelConfig, ops: Ops) -> Decoder:
+def build(config: Glm52Config, ops: Ops) -> Decoder:
     """Return the model with parameters allocated on the current default device but not initialised."""
-    assert isinstance(config, Glm52Config)
     assert config.indexer_types is not None
     assert config.mlp_layer_types is not None
     kinds = zip(config.indexer_types, config.mlp_layer_types, strict=True)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from longstraw.config import ModelConfig
+from longstraw.config.architectures.base import RopeScaling
 
 # Of ours alone, or written elsewhere in the file.
-_OWN = {"name", "architecture", "checkpoint", "dtype", "chunk", "response_length"}
+_OWN = {"name", "architecture", "checkpoint", "dtype", "chunk", "response_length", "default_adapter"}
 _ROPE = {"rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor"}
-_LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
-_CLASSES = {
-    "qwen3_6": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
-    "glm_5_2": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
-}
 
 
 def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -25,12 +21,12 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     What the checkpoint's own file says beyond our fields, such as token ids, is kept if the checkpoint is still there.
     """
     written = _original(config)
-    ours = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN | _ROPE}
-    ours |= {name: getattr(config, name, None) for name in _LAYER_LISTS}
+    left_out = _OWN | _ROPE | config.not_in_hf
+    ours = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in left_out}
     written |= {key: value for key, value in ours.items() if value is not None}
-    written |= {"dtype": dtype, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False}
+    written |= {"dtype": dtype, "hidden_act": "silu", "tie_word_embeddings": config.tied_embeddings}
     written["rope_parameters"] = _rope(config, written.get("rope_parameters") or {})
-    return written | _CLASSES[config.architecture]
+    return written | config.to_hf()
 
 
 def _original(config: ModelConfig) -> dict[str, Any]:
@@ -43,9 +39,9 @@ def _original(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope(config: ModelConfig, original: dict[str, Any]) -> dict[str, Any]:
-    scaling = {key: value for key, value in asdict(config.rope_scaling).items() if value is not None}
-    rope = {key: value for key, value in original.items() if key not in scaling and key != "attention_factor"}
-    rope |= {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = {f.name for f in fields(RopeScaling)}
+    rope = {key: value for key, value in original.items() if key not in scaling}
+    rope["rope_theta"] = config.rope_theta
     if hasattr(config, "partial_rotary_factor"):
         rope["partial_rotary_factor"] = config.partial_rotary_factor
-    return rope if config.rope_scaling.factor == 1 else rope | scaling | {"rope_type": "yarn"}
+    return rope | config.rope_scaling.to_hf()

@@ -4,7 +4,7 @@ Parameters carry transformers' names, so a checkpoint is a stream of names. What
 
     model.language_model.X                         model.X, the text model's own class
     mlp.experts.E.{gate,up,down}_proj.weight       slices of mlp.experts.gate_up_proj [E, 2I, d] and down_proj [E, d, I]
-    mtp.*, model.visual.*, layers past the last    left out
+    mtp.*, model.visual.*, layers past the last    left out; lm_head.weight too where the embedding is the head
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMPANIONS = (
     "generation_config.json",
 )
 _STORED = ("F64", "F32", "F16", "BF16")  # numbers as they stand; all others need scales stored beside them
-_LEFT_OUT = ("mtp.", "model.visual.")
+_LEFT_OUT = ("mtp.", "model.visual.", "lm_head.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from longstraw.config import AdapterConfig, ConfigError
 from longstraw.config.hf_files import ADAPTER, CheckpointError, check_adapter
-from longstraw.config.model import DEFAULT_TARGETS
+from longstraw.layers.feedforward import Experts
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import new_folder, read_tensors, write_tensors
 
@@ -49,10 +49,10 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
     if config.checkpoint is not None:
         return load_adapter(model, config.checkpoint)
     _refuse_second(model)
-    defaults = DEFAULT_TARGETS[model.config.architecture]
+    defaults = model.config.adapter_targets
     targets = list(config.targets) or [t for t in defaults if _matching(_linear(model), [t])]  # a cut may lack some
     _matched(model, targets)
-    if model.config.architecture == "glm_5_2" and _matching(targets, _ONLY_HERE):
+    if _matching(targets, _ONLY_HERE) and any(isinstance(module, Experts) for module in model.modules()):
         log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
     lora = _peft().LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
     _inject(model, lora)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from longstraw.config import ModelConfig, Qwen36Config
+from longstraw.config.architectures import Qwen36Config
 from longstraw.layers.attention import GatedAttention
 from longstraw.layers.delta import DepthwiseWeight, GatedDeltaNet
 from longstraw.layers.feedforward import SwiGLU
@@ -37,9 +37,8 @@ class Qwen36Block(Block):
         return self.self_attn if hasattr(self, "self_attn") else self.linear_attn
 
 
-def build(config: ModelConfig, ops: Ops) -> Decoder:
+def build(config: Qwen36Config, ops: Ops) -> Decoder:
     """Return the model with parameters allocated on the current default device but not initialised."""
-    assert isinstance(config, Qwen36Config)
     blocks = [Qwen36Block(config, layer_type, ops) for layer_type in config.layer_types]
     return Decoder(config, ops, blocks, ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps))
 

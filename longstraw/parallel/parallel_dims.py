@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from longstraw.config import ConfigError, HardwareConfig, ModelConfig, Qwen36Config
-from longstraw.config.model import Glm52Config
+from longstraw.config import ConfigError, HardwareConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
     if world % hardware.dp:
         raise ConfigError(f"hardware.dp={hardware.dp} does not divide the {world} ranks; {_choices('dp', world)}")
     cp = world // hardware.dp
-    if isinstance(model, Qwen36Config) and model.linear_num_key_heads % cp:
-        heads = model.linear_num_key_heads
+    heads, which = model.whole_heads or (0, "")
+    if heads % cp:
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if heads % (world // dp) == 0]
         raise ConfigError(
-            f"{cp} ranks cannot share a prompt: the {heads} key heads of {model.name}'s delta layers are shared "
-            f"out whole, so the ranks a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
+            f"{cp} ranks cannot share a prompt: the {heads} {which} of {model.name} are shared out whole, "
+            f" so the ranks a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
         )
     if not _all_hold_rows(model.vocab_size, cp):
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if _all_hold_rows(model.vocab_size, world // dp)]
@@ -47,7 +46,7 @@ def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
             f"{cp} ranks cannot share the {model.vocab_size} rows of {model.name}'s vocabulary: some would hold none; "
             f"with {world} ranks: {', '.join(works)}"
         )
-    experts = model.n_routed_experts if isinstance(model, Glm52Config) else 1
+    experts = model.experts
     ep = hardware.ep
     if ep is None:
         ep = max(n for n in _divisors(world) if experts % n == 0)

@@ -63,7 +63,7 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
     """
     group, parallel = mesh.context(), Parallel(model, mesh)
     for name in VOCABULARY:
-        if not isinstance(model.get_submodule(name), nn.Linear | nn.Embedding):
+        if hasattr(model.get_submodule(name), "lora_A"):
             raise ConfigError(f"an adapter on {name} cannot be spread over ranks; leave it out of adapter.targets")
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     context = ContextParallel(model.ops, group, ExpertGroup(mesh.ep.get_group()))
@@ -73,9 +73,11 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
             module.ops = ops  # type: ignore[assignment]
     model.split, model.agree = group.split, mesh.agree
     stays: set[nn.Parameter] = set()
-    for name in VOCABULARY:
-        keep_rows(model.get_submodule(name), ["weight"], mesh.cp)
-        weight = model.get_parameter(f"{name}.weight")
+    for module in map(model.get_submodule, VOCABULARY):
+        if not module._parameters:  # a tied head has no weight of its own
+            continue
+        keep_rows(module, ["weight"], mesh.cp)
+        weight = module.get_parameter("weight")
         stays.add(weight)
         if mesh.sizes.dp > 1:
             parallel.replicated[id(weight)] = mesh.dp.get_group()

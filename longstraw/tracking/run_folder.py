@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.tracking.recorder import latest_attempt, records_path
-from longstraw.tracking.schema import numbers
+from longstraw.tracking.schema import carried_gradient, numbers, status_word
 from longstraw.units import format_bytes, format_seconds
 
-COLUMNS = ("job", "model", "context", "group_size", "prompt_grad", "status", "peak bytes", "seconds", "loss")
+COLUMNS = ("job", "model", "positions", "group_size", "prompt_grad", "status", "peak", "total time", "loss")
 LEFT = ("job", "model", "prompt_grad", "status")  # columns of words
 
 
@@ -107,24 +107,20 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
     peaks = [row["peak_allocated_bytes"] for row in records if row.get("peak_allocated_bytes") is not None]
     seconds = [row["seconds"] for row in records if row.get("seconds") is not None]
     losses = [_loss(row) for row in records if row.get("loss") is not None]
+    grad, window = carried_gradient(config, last)
+    prompt, response = last.get("prompt_positions"), last.get("response_positions")
+    positions = config.get("context", 0) if prompt is None or response is None else prompt + response
     return {
         "job": name,
         "model": str(config.get("model", {}).get("name", "")),
-        "context": f"{config.get('context', 0):,}",
+        "positions": f"{positions:,}",
         "group_size": str(config.get("group_size", "")),
-        "prompt_grad": str(config.get("prompt_grad", "")),
-        "status": _status(last),
-        "peak bytes": format_bytes(max(peaks)) if peaks else "",
-        "seconds": format_seconds(sum(seconds)) if seconds else "",
+        "prompt_grad": f"{grad or ''}{'' if window is None else f', last {window:,}'}",
+        "status": status_word(last.get("status", "not run"), last.get("mode")),
+        "peak": format_bytes(max(peaks)) if peaks else "",
+        "total time": format_seconds(sum(seconds)) if seconds else "",
         "loss": losses[-1] if losses else "",
     }
-
-
-def _status(row: dict[str, Any]) -> str:
-    """Return how a job ended; what was simulated is never called ok, which says that it ran."""
-    status = str(row.get("status", "not run"))
-    played = {"simulate": "simulated", "emulate": "emulated"}
-    return played.get(str(row.get("mode")), status) if status == "ok" else status
 
 
 def aligned(rows: Sequence[dict[str, str]], columns: Sequence[str], left: Sequence[str]) -> str:

@@ -208,6 +208,30 @@ def numbers(value: Any) -> Any:
     return [numbers(item) for item in value] if isinstance(value, list) else value
 
 
+def status_word(status: Any, mode: Any) -> str:
+    """Return how a job ended in one word: what was simulated or emulated did not run, so it is not called ``ok``."""
+    words = {"simulate": "simulated", "emulate": "emulated"}
+    return words.get(str(mode), str(status)) if status == "ok" else str(status)
+
+
+def carried_gradient(asked: dict[str, Any], step: dict[str, Any]) -> tuple[str | None, int | None]:
+    """Return through how much of the prompt the gradient went: ``detached`` or ``exact``, and the window if it ended.
+
+    ``step`` is a record, which says how many prompt positions were evaluated again; where it does not, the keys
+    ``prompt_grad`` and ``prompt_grad_window`` of ``asked`` decide.
+    """
+    grad, window = asked.get("prompt_grad"), asked.get("prompt_grad_window")
+    if grad != "exact":
+        return grad, None
+    positions, again = step.get("prompt_positions"), step.get("recomputed_positions")
+    retained = None if positions is None else positions - 1
+    reached = window if again is None else again // (step.get("dp") or 1)  # counted over all prompts side by side
+    if reached == 0 and retained != 0:
+        return "detached", None
+    whole = window is None or (retained is not None and reached is not None and reached >= retained)
+    return "exact", None if whole else reached
+
+
 def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``row`` as W&B gets it: ``{"a": {"b": 1}}`` as ``{"a/b": 1}``, without nulls."""
     flat: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from longstraw.config import RunConfig, gradient_start
 from longstraw.data import Task, build_task
 from longstraw.grpo import Group, advantages, branch_losses
-from longstraw.memory.estimate import is_predicted, predict, step_flops
+from longstraw.memory.estimate import is_predicted, predict
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import save_model
@@ -36,6 +36,7 @@ from longstraw.step import (
     prefill,
     score_fresh,
 )
+from longstraw.training.flops import step_flops
 from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
@@ -211,6 +212,7 @@ class Trainer:
                 prefilled=fresh,
             )
         flops = step_flops(
+            self.model,
             self.config,
             prompt_positions=prompt_positions,
             responses=responses,

@@ -240,13 +240,13 @@ def test_the_table_has_a_row_a_job(tmp_path):
     assert lines[0].split() == [
         "job",
         "model",
-        "context",
+        "positions",
         "group_size",
         "prompt_grad",
         "status",
         "peak",
-        "bytes",
-        "seconds",
+        "total",
+        "time",
         "loss",
     ]
     assert lines[1].split() == ["0", "qwen3_6_tiny", "1,024", "2", "detached", "ok", "5.0", "MB", "3.50", "s", "nan"]

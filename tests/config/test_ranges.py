@@ -7,8 +7,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from longstraw.config import ARCHITECTURES, DATA, GROUPS, ConfigError, RunConfig, from_dict, load_model_config, to_dict
+from longstraw.config.architectures.base import RopeScaling
 from longstraw.config.checks import SIZE, range_of
-from longstraw.config.model import RopeScaling, typed
+from longstraw.config.model import typed
 
 SCHEMAS = {"": RunConfig, **GROUPS, **{f"model:{n}": c for n, c in ARCHITECTURES.items()}}
 SCHEMAS |= {f"data:{n}": c for n, c in DATA.items()} | {"model.rope_scaling": RopeScaling}
@@ -33,7 +34,7 @@ def declared(where, name):
     return found
 
 
-BASES = {"qwen3_6": "qwen3_6_tiny", "glm_5_2": "glm_5_2_tiny"}
+BASES = {"qwen3_6": "qwen3_6_tiny", "glm_5_2": "glm_5_2_tiny", "llama": "llama_tiny"}
 RUN = from_dict(
     {
         "model": to_dict(load_model_config("qwen3_6_tiny")),

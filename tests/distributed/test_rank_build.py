@@ -9,7 +9,13 @@ from longstraw.models import build_model, load_model
 from longstraw.models.hf_weights import save_model
 from longstraw.models.lora import add_adapter, save_adapter
 
-CASES = [("qwen3_6_tiny", "none"), ("qwen3_6_tiny", "lora"), ("glm_5_2_tiny", "lora")]
+CASES = [
+    ("qwen3_6_tiny", "none"),
+    ("qwen3_6_tiny", "lora"),
+    ("glm_5_2_tiny", "lora"),
+    ("llama_tiny", "none"),
+    ("llama_tiny", "lora"),
+]
 
 
 def alone(config, adapter, seed=3):

@@ -27,10 +27,18 @@ TWO = {
     "glm experts on every rank": glm(groups=((130, (3, 5)),), ep=1),
     "glm a rank without tokens for its experts": glm(groups=((130, (3, 5)),), favoured=2),
     "glm adapters": glm(groups=((130, (3, 40)),), adapter=("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")),
+    "llama exact": Case("llama", groups=((257, (63, 1)),)),
+    "llama window, untied": Case(
+        "llama", groups=((257, (1, 3)),), window=100, options=(("tie_word_embeddings", False),)
+    ),
+    "llama detached, biases": Case("llama", prompt_grad="detached", options=(("qkv_bias", True),)),
+    "llama adapters": Case("llama", groups=((130, (3, 5)),), adapter=("q_proj", "o_proj", "down_proj")),
+    "llama prompts side by side, tied": Case("llama", groups=((65, (3, 1)), (130, (5, 3))), dp=2),
     "prompts side by side": Case(groups=((257, (63, 5)), (130, (3, 1))), dp=2),
     "glm prompts side by side": glm(groups=((65, (3, 1)), (257, (63, 5))), dp=2, ep=2),
 }
 FOUR = {
+    "llama exact": Case("llama", groups=((257, (63, 1)),), options=(("qk_norm", True), ("num_key_value_heads", 1))),
     "exact": Case(groups=((257, (63, 1, 3)),)),
     "detached": Case(groups=((257, (63, 1)),), prompt_grad="detached", chunk=128),
     "window": Case(groups=((258, (3, 63)),), window=64),
@@ -74,7 +82,7 @@ def test_four_ranks(ranks, name):
     assert distance < BAR, what
 
 
-@pytest.mark.parametrize("model", ["qwen", "glm"])
+@pytest.mark.parametrize("model", ["qwen", "glm", "llama"])
 def test_float32(ranks, model):
     """Gloo multiplies no float32 sum by a factor: FSDP must be told to sum."""
     distance, what = furthest(ranks, 2, Case(model, groups=((130, (3, 5)),), dtype="float32"))

@@ -18,12 +18,12 @@ APART = 8 * BLOCK  # numbers that a process makes once, such as the state of a g
 
 CUT = {"num_hidden_layers": 2, "full_attention_interval": 2}
 CUT_GLM = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "index_skip_topk_offset": 2}
+CUTS = {"qwen3_6_tiny": CUT, "glm_5_2_tiny": CUT_GLM, "llama_tiny": {"num_hidden_layers": 2}}
 
 
 def job(model, ranks=1, dp=1, **changes):
-    cut = CUT if model == "qwen3_6_tiny" else CUT_GLM
     values = {
-        "model": to_dict(load_model_config(model, **cut)),
+        "model": to_dict(load_model_config(model, **CUTS[model])),
         "hardware": {"name": "cpu", "backend": "cpu", "ranks": ranks, "dp": dp},
         "data": {"name": "needle", "ragged": False},
         "tracking": {"mode": "disabled"},
@@ -53,7 +53,7 @@ def assert_alike(counted, said):
     assert not far
 
 
-@pytest.mark.parametrize("model", ["qwen3_6_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["qwen3_6_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long), "llama_tiny"])
 def test_one_rank_holds_what_is_simulated(model):
     config = job(model)
     assert_alike(count(config), simulated(config))
@@ -69,6 +69,7 @@ def test_one_rank_holds_what_is_simulated(model):
         ("glm_5_2_tiny", 2, {}),
         pytest.param("glm_5_2_tiny", 4, {}, marks=pytest.mark.long),
         pytest.param("qwen3_6_tiny", 4, {"dp": 2}, marks=pytest.mark.long),
+        ("llama_tiny", 2, {"prompt_grad": "detached"}),
     ],
 )
 def test_every_rank_holds_what_is_simulated(ranks, model, world, changes):

@@ -6,7 +6,7 @@ import pytest
 from cases import Case, build, hardware, request
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
-from longstraw.config.model import DEFAULT_TARGETS
+from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.memory.estimate.traffic import bytes_sent
 from longstraw.parallel.parallel_dims import resolve_dims
 
@@ -15,10 +15,10 @@ CASES = {
     "qwen": (2, Case(groups=((132, (7, 1)),))),
     "qwen, detached, scored": (2, Case(prompt_grad="detached", algorithm=(("old_logprobs", "score"),))),
     "qwen, window": (4, Case(groups=((259, (7, 16)),), window=100)),
-    "qwen, adapters": (4, Case(groups=((132, (7, 1)),), adapter=DEFAULT_TARGETS["qwen3_6"])),
+    "qwen, adapters": (4, Case(groups=((132, (7, 1)),), adapter=Qwen36Config.adapter_targets)),
     "qwen, side by side": (4, Case(groups=EVEN * 2, dp=2)),
     "glm": (2, Case("glm", groups=EVEN)),
-    "glm, adapters": (2, Case("glm", groups=EVEN, adapter=DEFAULT_TARGETS["glm_5_2"])),
+    "glm, adapters": (2, Case("glm", groups=EVEN, adapter=Glm52Config.adapter_targets)),
     "glm, experts on two": (4, Case("glm", groups=EVEN, ep=2)),
 }
 

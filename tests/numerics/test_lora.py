@@ -13,7 +13,7 @@ from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError
 from longstraw.grpo import advantages, branch_loss, denominators
 from longstraw.models.hf_weights import CheckpointError, save_model
-from longstraw.models.lora import DEFAULT_TARGETS, adapters_off, add_adapter, load_adapter, save_adapter
+from longstraw.models.lora import adapters_off, add_adapter, load_adapter, save_adapter
 from longstraw.step import finish_step, prefill, score_fresh
 
 peft = pytest.importorskip("peft")
@@ -196,7 +196,7 @@ def test_what_is_saved_is_read_back(bases, tmp_path, name):
     save_adapter(again, tmp_path / "again")
     for written in ("adapter", "again"):
         config = json.loads((tmp_path / written / "adapter_config.json").read_text())
-        assert sorted(config["target_modules"]) == sorted(DEFAULT_TARGETS[model.config.architecture])
+        assert sorted(config["target_modules"]) == sorted(model.config.adapter_targets)
         assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(folder))
     with pytest.raises(CheckpointError, match="is there already"):
         save_adapter(model, tmp_path / "adapter")

@@ -153,7 +153,7 @@ def test_a_factor_typed_for_a_run_is_of_the_native_length_of_its_checkpoint(tmp_
 @pytest.mark.parametrize(
     ("rope", "complaint"),
     [
-        ({"rope_type": "linear", "factor": 2.0}, "rope_type='linear'"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic'"),
         ({"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}, "mscale"),
         ({"rope_type": "yarn", "factor": 0.5}, r"factor=0\.5"),
     ],

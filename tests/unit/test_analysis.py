@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
@@ -106,6 +107,7 @@ def test_jobs_that_failed_have_their_row(tmp_path, capsys, status):
     write(tmp_path / "b", [{"status": status, "error": reason, "predicted_peak_bytes": 3 * 10**9}], group_size=8)
     assert capacity.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if line.startswith("|")]
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1  # aligned
     assert f"| {status}: first line \\| of a long" in lines[3]
@@ -140,7 +142,7 @@ def test_values_of_another_type_are_told_and_taken_as_unknown(tmp_path, capsys):
         rows = [{"step": 0, "peak_allocated_bytes": 5, "run_id": "a"}, {**json.loads(path.read_text()), key: value}]
         (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert 5 in table_of(tmp_path / "b.jsonl")["peak_allocated_bytes"].tolist()
-        assert re.search(rf":2: {key} must be \w+, not .*; taken as unknown", capsys.readouterr().err)
+        assert re.search(rf":2: {key} must be \w+ of 64 bits .*; taken as unknown", capsys.readouterr().err)
         with pytest.raises(NoRecords):
             reuse.reuse(load_jobs([tmp_path / "b.jsonl"]))
 
@@ -216,7 +218,64 @@ def test_markdown_shows_windows_dirt_and_claims(tmp_path):
 def test_what_was_simulated_is_never_called_ok(tmp_path):
     write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}], mode="simulate")
     write(tmp_path / "b", [{"step": 0, "peak_allocated_bytes": 5}])
-    assert dict(capacity.shown(table_of(tmp_path))[["mode", "status"]].values) == {"run": "ok", "simulate": "simulated"}
+    write(tmp_path / "c", [{"step": 0, "peak_allocated_bytes": 5, "evidence": "finished"}], mode="emulate")
+    frame = table_of(tmp_path)
+    assert dict(frame[["mode", "status"]].values) == {"run": "ok", "simulate": "simulated", "emulate": "emulated"}
+    assert capacity.shown(frame).sort_values("status")["evidence"].tolist() == ["none", "finished", "none"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "window", "again", "shows"),
+    [
+        ("exact", None, 481, "exact"),
+        ("exact", 0, 0, "detached"),
+        ("exact", 64, 128, "exact, last 128"),  # rounded up to a chunk border
+        ("exact", 10**6, 481, "exact"),
+        ("detached", 64, 0, "detached"),
+    ],
+)
+def test_the_gradient_that_was_carried_is_shown(tmp_path, asked, window, again, shows):
+    done = {"step": 0, "prompt_positions": 482, "response_positions": 30, "recomputed_positions": again}
+    write(tmp_path / "a", [done], prompt_grad=asked, prompt_grad_window=window, context=2**20)
+    table = capacity.shown(table_of(tmp_path))
+    assert table["prompt grad"].tolist() == [shows]
+    assert table["positions"].tolist() == ["512"]
+    assert table["asked context"].tolist() == ["1,048,576 (1Mi)"]
+
+
+def test_a_job_that_never_began_shows_what_it_asked_for(tmp_path):
+    shared = {"prompt_grad": "exact", "status": "too_large"}
+    write(tmp_path / "a", [{}], **shared, prompt_grad_window=0)
+    write(tmp_path / "b", [{}], **shared, prompt_grad_window=1024, group_size=4)
+    assert capacity.shown(table_of(tmp_path))["prompt grad"].tolist() == ["detached", "exact, last 1,024 (1Ki)"]
+
+
+def test_whatever_differs_is_a_column_and_the_rest_one_line(tmp_path, capsys):
+    shared = {"nodes": 1, "dp": 1, "adapter": "lora", "state_device": "cpu"}
+    for ranks in (4, 8):
+        write(tmp_path / str(ranks), [{"step": 0, "peak_allocated_bytes": 5}], world_size=ranks, **shared)
+    table = capacity.shown(table_of(tmp_path))
+    assert table["ranks"].tolist() == ["4", "8"]
+    assert not {"adapter", "nodes", "state device"} & set(table)
+    assert capacity.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(
+        "In all rows: dp 1, nodes 1, adapter lora, chunk 4096, state device cpu.\n"
+    )
+
+
+def test_small_peaks_have_a_unit_that_shows_them(tmp_path):
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 4_990_000, "retained_bytes": 12_300}])
+    table = capacity.shown(table_of(tmp_path))
+    assert (table["peak"][0], table["retained"][0]) == ("5.0 MB", "12.3 kB")
+
+
+def test_a_row_with_a_number_too_large_costs_no_other(tmp_path, capsys):
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}])
+    write(tmp_path / "b", [{"step": 0, "peak_bytes_by_kind": {"retained": 10**30}}], context=10**20)
+    assert table_of(tmp_path)["context"].dropna().tolist() == [16384]
+    told = capsys.readouterr().err
+    assert "context must be int of 64 bits at most, not 100000000000000000000" in told
+    assert "peak_bytes_by_kind must be" in told
 
 
 def test_the_paper_stands_beside_the_same_case_only(tmp_path):
@@ -252,6 +311,25 @@ def test_the_figure_is_drawn_from_whatever_there_is(tmp_path, statuses):
     target = tmp_path / "out.png"
     draw_capacity(table_of(tmp_path), target)
     assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(frame, monkeypatch, tmp_path):
+    """Return the points of every line that a figure of ``frame`` joins, by axis."""
+    axes = []
+    monkeypatch.setattr(plt, "close", lambda figure: axes.extend(figure.axes))
+    draw_capacity(frame, tmp_path / "out.png")
+    points = [[zip(*line.get_data(), strict=True) for line in axis.get_lines()] for axis in axes]
+    return [sorted([[float(x), float(y)] for x, y in line] for line in lines) for lines in points]
+
+
+def test_a_line_joins_jobs_that_differ_in_its_axis_alone(tmp_path, monkeypatch):
+    cases = [(4, 2, 1024, 40), (8, 2, 1024, 20), (8, 8, 1024, 21), (8, 2, 2048, 30)]
+    for ranks, group, context, peak in cases:
+        row = {"step": 0, "peak_allocated_bytes": peak * 10**6, "mode": "simulate"}
+        write(tmp_path / f"{ranks}-{group}-{context}", [row], world_size=ranks, group_size=group, context=context)
+    by_context, by_group = drawn(table_of(tmp_path), monkeypatch, tmp_path)
+    assert by_context == [[[1024, 20], [2048, 30]], [[1024, 21]], [[1024, 40]]]
+    assert by_group == [[[2, 20], [8, 21]], [[2, 30]], [[2, 40]]]
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_dtype_is_kept_or_cast_and_buffers_stay_wide(tmp_path, dtype):
     [
         ("tie_word_embeddings", True),
         ("hidden_act", "gelu"),
-        ("model_type", "llama"),
+        ("model_type", "mistral"),
         ("attn_output_gate", False),
         ("layer_types", ["full_attention"] * 4),
     ],

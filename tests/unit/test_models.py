@@ -10,20 +10,51 @@ from longstraw.grpo import Group
 from longstraw.models import build_model, qwen3_6
 from longstraw.step import grpo_step
 
+PUBLISHED = {
+    "qwen3_6_27b": 26_895_998_464,
+    "glm_5_2": 743_377_000_704,
+    "llama_3_1_8b": 8_030_261_248,
+    "qwen3_8b": 8_190_735_360,
+}
 
-@pytest.mark.parametrize(("name", "parameters"), [("qwen3_6_27b", 26_895_998_464), ("glm_5_2", 743_377_000_704)])
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_a_published_model_has_its_published_size(name, parameters):
     model = build_model(name, device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny"])
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny", "llama_tiny"])
 def test_a_seed_gives_the_same_weights_in_every_dtype(name):
     single, double, other = (build_model(name, seed=s, dtype=d) for s, d in ((1, None), (1, "float64"), (2, None)))
     assert all(torch.equal(a.double(), b) for a, b in zip(single.parameters(), double.parameters(), strict=True))
     assert not torch.equal(single.lm_head.weight, other.lm_head.weight)
     assert all(p.isfinite().all() for p in single.parameters())
+
+
+def test_the_default_device_is_where_a_model_is_built():
+    with torch.device("meta"):
+        assert {p.device.type for p in build_model("qwen3_6_tiny").parameters()} == {"meta"}
+        drawn = build_model("llama_tiny", seed=3, device="cpu")
+    target = build_model("llama_tiny", seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(drawn.parameters(), target.parameters(), strict=True))
+
+
+def test_a_tied_head_is_the_embedding_in_copies_too():
+    model = build_model("llama_tiny")
+    copied = copy.deepcopy(model)
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    assert copied.lm_head.weight is not model.lm_head.weight
+    assert "lm_head.weight" not in copied.state_dict()
+    assert copied.double().lm_head.weight.dtype == torch.float64
+
+
+def test_a_family_without_a_module_is_named():
+    config = load_model_config("llama_tiny")
+    config.architecture = "mamba"
+    with pytest.raises(NotImplementedError, match=r"mamba: longstraw\.models has no module"):
+        build_model(config)
 
 
 def test_weights_are_drawn_one_module_at_a_time(monkeypatch):

@@ -14,7 +14,7 @@ from longstraw.training import loop as train
 
 CPU = torch.device("cpu")
 SIZES = {"positions": 9, "rows": 40}
-QWEN, GLM = "qwen3_6_tiny", "glm_5_2_tiny"
+QWEN, GLM, LLAMA = "qwen3_6_tiny", "glm_5_2_tiny", "llama_tiny"
 
 
 def findings(model, **changes):
@@ -26,6 +26,7 @@ def findings(model, **changes):
     [
         (QWEN, {"attention", "gated delta rule", "causal convolution", "log-probabilities"}),
         (GLM, {"attention to chosen rows", "choice of rows", "log-probabilities"}),
+        (LLAMA, {"attention", "log-probabilities"}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""Bytes and arithmetic of a step, from its configuration alone; no tensor is made and no model built.
+"""Bytes of a step, from its configuration alone; no tensor is made and no model built.
 
 ``predict`` answers what ``memory.MemoryMeter`` counts. Parameters, gradients, optimizer, state, its gradient and the
 snapshots are exact. Activations of one process on a CPU are the largest of the moments that each architecture's module
@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longstraw.config import RunConfig
-from longstraw.config.model import Glm52Config, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.memory.estimate import glm_5_2, qwen3_6
-from longstraw.memory.estimate.flops import step_flops
 from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.memory.estimate.ranks import Layout
 from longstraw.memory.estimate.sizes import Lengths
@@ -33,7 +32,6 @@ __all__ = [
     "layout_of",
     "parameter_shapes",
     "predict",
-    "step_flops",
 ]
 
 Kinds = dict[str, int]
@@ -51,7 +49,12 @@ class Prediction:
 
 
 def is_predicted(config: RunConfig) -> bool:
-    """Return whether there are formulas for what a run allocates: not for several ranks on CPUs, nor for wide CUDA."""
+    """Return whether there are formulas for what a run allocates: not for several ranks on CPUs, nor for wide CUDA.
+
+    Of the families, only these two have formulas.
+    """
+    if not isinstance(config.model, Glm52Config | Qwen36Config):
+        return False
     if config.hardware.backend == "cpu":
         return config.hardware.world_size == 1
     return config.model.dtype == "bfloat16"

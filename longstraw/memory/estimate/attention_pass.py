@@ -5,7 +5,7 @@ Widths are values a position: Q queries, N keys (or values).
 
 from __future__ import annotations
 
-from longstraw.config.model import Qwen36Config
+from longstraw.config.architectures import Qwen36Config
 from longstraw.memory.estimate.ledger import Held
 from longstraw.memory.estimate.passes import Pass, Saved
 from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes

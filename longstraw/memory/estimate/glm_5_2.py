@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.memory.estimate.sizes import TOKEN, Lengths, Shape, StateShapes
 
 GATHER_TILE, SCORE_TILE, KEY_TILE = 2**24, 2**23, 4096  # ops.latent.reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.memory.estimate.ledger import Held
 from longstraw.memory.estimate.passes import Pass, Saved
 

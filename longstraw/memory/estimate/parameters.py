@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from longstraw.config import RunConfig
-from longstraw.config.model import DEFAULT_TARGETS, Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.memory.estimate import glm_5_2, qwen3_6
 from longstraw.memory.estimate.sizes import ITEM, Shape, tensors
 
@@ -44,7 +45,7 @@ def trained_shapes(config: RunConfig) -> tuple[list[tuple[Shape, int]], int]:
 
 def adapted(config: RunConfig, names: Sequence[str]) -> list[str]:
     """Return those weights that have a low-rank adapter."""
-    targets = config.adapter.targets or DEFAULT_TARGETS[config.model.architecture]
+    targets = config.adapter.targets or config.model.adapter_targets
     return [
         name
         for name in names

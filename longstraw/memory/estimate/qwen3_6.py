@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longstraw.config import inner_chunk
-from longstraw.config.model import Qwen36Config
+from longstraw.config.architectures import Qwen36Config
 from longstraw.memory.estimate.sizes import Lengths, Shape, StateShapes
 
 SEGMENT = 512  # ops.delta.reference.SEGMENT: positions of the delta rule whose intermediates are alive together

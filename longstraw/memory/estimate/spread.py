@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longstraw.config.model import Glm52Config
+from longstraw.config.architectures import Glm52Config
 from longstraw.memory.estimate.glm_5_2_pass import Glm52Pass
 from longstraw.memory.estimate.ledger import Held, Ledger
 from longstraw.memory.estimate.passes import Saved

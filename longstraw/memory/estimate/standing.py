@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from longstraw.config import RunConfig, gradient_start
-from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.memory.estimate import glm_5_2, qwen3_6
 from longstraw.memory.estimate.parameters import adapted, gradient_item, trained_shapes
 from longstraw.memory.estimate.ranks import Layout

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from math import prod
 
 from longstraw.config import RunConfig, gradient_start
-from longstraw.config.model import Glm52Config, ModelConfig, Qwen36Config
+from longstraw.config.architectures import Glm52Config, Qwen36Config
+from longstraw.config.architectures.base import ModelConfig
 from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
 from longstraw.memory.estimate.sizes import ITEM, Shape
 from longstraw.parallel.parallel_dims import ParallelDims
