@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longstraw.config import ConfigError, RunConfig, from_dict, option
-from longstraw.config.overrides import Typed, check
+from longstraw.config.overrides import Typed, check, plain_value
+from longstraw.config.settings import read_arguments
 from longstraw.memory.estimate import is_predicted
 from longstraw.memory.fit import LONGEST, Fitting, largest_context, limit_bytes, ranks_text, smallest_hardware
 from longstraw.units import format_bytes, format_count
@@ -35,32 +36,16 @@ AXES: dict[str, tuple[Any, ...]] = {  # what a row chooses, where it is not give
     "state.gradient_dtype": ("float32", "bfloat16"),
     "state.device": (None, "cpu"),
 }
-WORDS = {"null": None, "true": True, "false": False}
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
     """Return ``key=value`` arguments as a dict; raise ``ConfigError`` with one line for each that no job knows."""
-    typed: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument}: write key=value")
-        if key in ("sweep", "mode"):
-            raise ConfigError(f"{argument}: a plan is of no {key}; it shows every way to train on one hardware")
-        typed[key] = _value(text)
+    typed = {key: plain_value(key, value) for key, value in read_arguments(arguments).items()}
+    for key in ("sweep", "mode"):
+        if key in typed:
+            raise ConfigError(f"{key}: a plan is of no {key}; it shows every way to train on one hardware")
     check([Typed(f"{key}={value}", key, (value,)) for key, value in typed.items()])
     return typed
-
-
-def _value(text: str) -> Any:
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def compose(typed: dict[str, Any]) -> RunConfig:

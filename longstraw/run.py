@@ -5,6 +5,7 @@ Hydra composes the YAML files of ``conf/`` against ``longstraw.config``; ``longs
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import os
@@ -12,11 +13,12 @@ import re
 import shutil
 import sys
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from longstraw.config import ConfigError, available, conf_dir
-from longstraw.config.overrides import FOLDERS, Typed, check
+from longstraw.config.overrides import FILES, FOLDERS, RUN_FOLDERS, Typed, check, is_list, plain_value, value_types
 from longstraw.runtime.process_info import process_info
 from longstraw.tracking.command_line import typed_command
 
@@ -31,6 +33,10 @@ KEYS = """\
   prompt_grad_window=64Ki   stop that walk after the last so many prompt positions
   refresh_every=1           optimizer steps that share one retained prompt
   steps=1 seed=0            optimizer steps, seed
+  model.checkpoint=FOLDER   the weights, in transformers' format; default: random ones drawn from the seed
+  save=true                 write the trained model or adapter into the run's folder at the end
+  checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
+  data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   claim=NAME                a name under which the analysis groups records
   mode=auto                 run, simulate (no hardware), emulate (one GPU plays one rank of many), or auto: run
                             where the hardware is, else simulate
@@ -49,7 +55,7 @@ Keys
 {keys}
 Groups
 {groups}
-  Their keys are set as model.dtype=float32 or optimizer.lr=1e-5; --cfg job prints all of them.
+  Their keys are set as model.dtype=float32 or optimizer.lr=1e-5; --cfg job prints all of them, with their defaults.
   launch.max_parallel=N  jobs at a time     launch.detach=true  return at once     tracking.mode=offline  W&B
 
 Ends with a table, one row a job, and the path of the records.
@@ -60,6 +66,9 @@ def main() -> None:
     """Run the command line: check it, hand it to Hydra, exit with 0 only if every job succeeded."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(help_text(), end="")
+        return
+    if "--version" in sys.argv[1:]:
+        print(f"longstraw {version('longstraw')}")
         return
     by_torchrun = process_info().by == "torchrun" and process_info().world_size > 1
     if by_torchrun and process_info().rank > 0:
@@ -109,14 +118,14 @@ def _is_users(error: Exception) -> bool:
 
 
 def _start(quiet: bool) -> None:
-    import hydra
-    from hydra._internal.utils import get_args_parser
+    import hydra.version
+    from hydra._internal.utils import _run_hydra
 
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda text: text not in ("-m", "--multirun"))  # argparse wants it first
-    arguments = get_args_parser().parse_args()
-    typed = parse(arguments.overrides)
+    parser, arguments = _options()
+    given = arguments.overrides
+    sweep = arguments.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in given)
+    typed = parse(given, sweep=sweep)
     check(typed)
-    sweep = arguments.multirun or any(argument.key in ("sweep", "hydra.mode") for argument in typed)
     if sweep and process_info().by == "torchrun":
         raise ConfigError(
             "torchrun starts the ranks of one job; a sweep starts its own: python -m longstraw.run -m ..."
@@ -124,15 +133,40 @@ def _start(quiet: bool) -> None:
     if not sweep:
         for argument in typed:
             if len(argument.values) > 1:
-                raise ConfigError(f"{argument.text}: several values are a sweep, which wants -m")
+                one = f"; one value that is a list: {argument.key}=[...]" if is_list(argument.key) else ""
+                raise ConfigError(f"{argument.text}: several values are a sweep, which wants -m{one}")
     register()
     if quiet:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands errors on instead of printing its own page
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
+    hydra.version.setbase("1.3")
+    arguments.overrides = [argument.text for argument in typed]
+    _run_hydra(arguments, parser, _job, str(conf_dir()), "config")
 
 
-def parse(overrides: list[str]) -> list[Typed]:
-    """Return the arguments by Hydra's grammar."""
+def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Return Hydra's parser of options and what it found; raise ``ConfigError`` for what it would refuse."""
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _wrong_option  # type: ignore[method-assign]
+    found = parser.parse_intermixed_args()
+    actions = {"--run": found.run, "-m": found.multirun, "--cfg": found.cfg, "--info": found.info}
+    if len(several := [option for option, asked in actions.items() if asked]) > 1:
+        _wrong_option(f"{' and '.join(several)} exclude each other")
+    if found.resolve and not found.cfg:
+        _wrong_option("--resolve belongs to --cfg job")
+    return parser, found
+
+
+def _wrong_option(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; options are -m (a sweep), --cfg job, --help and --version, all else is key=value")
+
+
+def parse(overrides: list[str], *, sweep: bool = True) -> list[Typed]:
+    """Return the arguments by Hydra's grammar, with counts as numbers and names of files taken as they stand.
+
+    ``sweep`` says whether commas part the values of a sweep; a file whose name has one is found all the same.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
     from hydra.errors import HydraException
@@ -152,18 +186,64 @@ def parse(overrides: list[str]) -> list[Typed]:
         texts = list(override.sweep_string_iterator())
         return tuple(parser.parse_override(f"key={text}").value() for text in texts)
 
+    def parsed(text: str) -> Override:
+        try:
+            return parser.parse_override(text)
+        except (HydraException, ValueError) as error:  # ValueError: a number of more than 4300 digits
+            quoted = _quoted(text, sweep)
+            if quoted is not None:
+                return parser.parse_override(quoted)
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{text}: {reason}; write key=value, with '...' round special characters") from None
+
     typed = []
     for text in overrides:
         if re.fullmatch(r"[\w.]+", text):
             raise ConfigError(f"{text}: write key=value")
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{text}: {reason}; write key=value, with '...' round special characters") from None
+        override = parsed(_quoted(text, sweep, FILES + RUN_FOLDERS) or text)
+        key, given = override.key_or_group, values(override)
         prefix = {"ADD": "+", "FORCE_ADD": "++", "DEL": "~"}.get(override.type.name, "")
-        typed.append(Typed(text, override.key_or_group, values(override), prefix, override.package))
+        plain = tuple(plain_value(key, value) for value in given)
+        if repr(plain) != repr(given):  # 1000 is not written 1e3
+            text = f"{prefix}{key}={','.join(_written(value) for value in plain)}"
+        elif override.input_line is not None:
+            text = override.input_line
+        typed.append(Typed(text, key, plain, prefix, override.package))
     return typed
+
+
+def _quoted(text: str, sweep: bool, keys: tuple[str, ...] | None = None) -> str | None:
+    """Return ``key=value`` with each value in quotes, or None where it is not text or says how it is to be read.
+
+    ``keys`` are those whose values are never read otherwise; None: of every key whose type is text.
+    """
+    key, _, value = text.partition("=")
+    hint = value_types().get(key.lstrip("+"))
+    if hint not in (str, list[str]) or (keys is not None and key not in keys):
+        return None
+    own_grammar = value.startswith(("'", '"', "[")) or "${" in value or value in ("", "null")
+    if keys is not None and (own_grammar or (re.fullmatch(r"\w+\(.*\)", value) and not _exists(value))):
+        return None
+    parts = value.split(",") if sweep and key not in RUN_FOLDERS and not _exists(value) else [value]
+    if key in FILES + RUN_FOLDERS:
+        parts = [os.path.expanduser(part) for part in parts]
+    return f"{key}={','.join(map(_written, parts))}"
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(os.path.expanduser(path))
+    except ValueError:  # a null character
+        return False
+
+
+def _written(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else str(value)
 
 
 def register() -> None:

@@ -13,15 +13,15 @@ GIB = 2**30
 MIB = 2**20
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:e\+?\d{1,4})?)\s*([a-z]*)\s*", re.IGNORECASE)
 _FORMS = "write 2100000, 2_100_000, 2.1M (10^6), 256K (10^3), 2Mi (2^20) or 256Ki (2^10)"
 
 
-def parse_count(value: int | float | str, *, least: int = 1) -> int:
+def parse_count(value: int | float | str, *, least: float = 1, most: float = 2**63 - 1) -> int:
     """Return the whole number that ``value`` stands for.
 
     Decimal arithmetic throughout: ``int(8.2 * 1e6)`` would be 8,199,999. Raises ``ValueError`` for what is no whole
-    number of at least ``least``, naming the forms that are understood.
+    number from ``least`` to ``most``, naming the forms that are understood.
     """
     match = None if isinstance(value, bool) else _COUNT.fullmatch(str(value))
     if match is None or match[2].lower() not in _SUFFIXES:
@@ -31,6 +31,8 @@ def parse_count(value: int | float | str, *, least: int = 1) -> int:
         raise ValueError(f"not a whole number: {value!r} is {count.normalize():f}; {_FORMS}")
     if count < least:
         raise ValueError(f"must be at least {least}: {value!r}")
+    if count > most:
+        raise ValueError(f"must be at most {most:,}: {value!r}")
     return int(count)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import MISSING
 
-from longstraw.config.checks import ConfigError, at_least, choose
+from longstraw.config.checks import ConfigError, check_ranges, choose, number
 
 
 @dataclass
@@ -17,19 +16,19 @@ class HardwareConfig:
 
     name: str = MISSING
     backend: str = "cuda"  # cpu | cuda: which implementation of each op is taken, once, when the model is built
-    nodes: int = 1
-    gpus_per_node: int = 0
-    ranks: int | None = None
-    dp: int = 1  # groups of ranks that each take a prompt of their own; the ranks of one share its positions
-    ep: int | None = None  # ranks that the experts are shared out over; None: as many as divide both
+    nodes: int = number(1, 1, 2**20)
+    gpus_per_node: int = number(0, 0, 1024)
+    ranks: int | None = number(None, 1, 2**20)
+    dp: int = number(1, 1, 2**20)  # groups of ranks, each with prompts of its own; ranks of a group share positions
+    ep: int | None = number(None, 1, 2**20)  # ranks that the experts are shared out over; None: as many as divide both
     gpu: str | None = None  # the name in --gres=gpu:NAME:COUNT
-    memory_gb: float | None = None  # of one device, 10^9 bytes; None: not known, and nothing is refused
-    reserve_gb: float = 0.0  # of it, kept for the CUDA context and communication buffers
-    cpus_per_task: int | None = None
-    host_memory_gb: float | None = None
-    time_min: int = 24 * 60  # the job's limit in minutes, on SLURM and for local subprocesses alike
-    warn_s: int = 300  # SLURM tells a job so long before its limit: time for one chunk or branch, and a checkpoint
-    timeout_s: int = 600  # after which ranks that wait for a dead one give up
+    memory_gb: float | None = number(None, 0, 1e6, above=True)  # of one device; None: not known, nothing is refused
+    reserve_gb: float = number(0.0, 0, 1e6)  # of it, kept for the CUDA context and communication buffers
+    cpus_per_task: int | None = number(None, 1, 2**16)
+    host_memory_gb: float | None = number(None, 0, 1e7, above=True)
+    time_min: int = number(24 * 60, 1, 2**24)  # the job's limit in minutes, on SLURM and for local subprocesses alike
+    warn_s: int = number(300, 1, 2**24)  # SLURM signals a job so long before its limit: for one chunk and a checkpoint
+    timeout_s: int = number(600, 1, 2**24)  # after which ranks that wait for a dead one give up
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -42,13 +41,11 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         choose("hardware.backend", self.backend, ("cpu", "cuda"))
-        for key in ("nodes", "ranks", "dp", "ep", "time_min", "timeout_s", "warn_s", "cpus_per_task"):
-            at_least(f"hardware.{key}", getattr(self, key), 1)
-        memory = self.memory_gb
-        if memory is not None and not 0 <= self.reserve_gb < memory < math.inf:  # false for NaN too
+        check_ranges(self, "hardware")
+        if self.memory_gb is not None and self.reserve_gb >= self.memory_gb:
             raise ConfigError(
-                f"hardware.memory_gb={memory:g} with hardware.reserve_gb={self.reserve_gb:g}: the memory must be "
-                "finite and more than what is kept of it"
+                f"hardware.memory_gb={self.memory_gb:g} with hardware.reserve_gb={self.reserve_gb:g}: the memory must "
+                "be more than what is kept of it"
             )
 
     @property
@@ -66,19 +63,18 @@ class HardwareConfig:
 class SimulationConfig:
     """What ``mode=simulate`` and ``mode=emulate`` play."""
 
-    rank: int = 0  # the one rank that is played
-    imbalance: float = 1.0  # tokens that come to its experts, over an even share
+    rank: int = number(0, 0, 2**20)  # the one rank that is played
+    imbalance: float = number(1.0, 0, 1e6)  # tokens that come to its experts, over an even share
     every: bool = False  # evaluate every chunk, branch and block, not only those that decide the peak
 
     def __post_init__(self) -> None:
-        at_least("simulation.rank", self.rank, 0)
-        at_least("simulation.imbalance", self.imbalance, 0)
+        check_ranges(self, "simulation")
 
 
 @dataclass
 class LaunchConfig:
-    max_parallel: int | None = None  # jobs of a sweep at a time; None: 1 on this machine, the site's limit on SLURM
+    max_parallel: int | None = number(None, 1, 2**16)  # jobs at a time; None: 1 here, no limit on SLURM
     detach: bool = False  # submit and return at once
 
     def __post_init__(self) -> None:
-        at_least("launch.max_parallel", self.max_parallel, 1)
+        check_ranges(self, "launch")

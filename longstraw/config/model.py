@@ -147,6 +147,8 @@ def typed(schema: type[Any], values: Mapping[str, Any], where: str) -> Any:
     known = tuple(f.name for f in fields(schema))
     for key in values:
         choose(f"{where} key", key, known)
+        if isinstance(values[key], list) and any(isinstance(item, list | dict) for item in values[key]):
+            raise ConfigError(f"{where}.{key}={values[key]} is a list in a list; write [a,b]")
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(values)))
     except MissingMandatoryValue as error:

@@ -7,10 +7,11 @@ each gets one line with the nearest valid keys. The caller parses (``run.py`` ho
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, choose, conf_dir, option, schema_of
 from longstraw.units import parse_count
 
+FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint")
+RUN_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 FOLDERS = ("model", "hardware", "adapter", "data", "algorithm", "optimizer", "sweep")  # groups with a choice
 
 
@@ -149,7 +152,7 @@ def _check_value(argument: Typed, schema: type[Any], path: str, value: Any) -> N
         return  # an interpolation is resolved, and then checked, in the composed job
     try:
         if argument.key in COUNTS and value is not None:
-            parse_count(value, least=COUNTS[argument.key])
+            parse_count(value, least=COUNTS[argument.key].least, most=COUNTS[argument.key].most)
         elif not _free_path(path, schema):
             OmegaConf.update(OmegaConf.structured(schema), path, value)
     except OmegaConfBaseException as error:
@@ -161,6 +164,47 @@ def _check_value(argument: Typed, schema: type[Any], path: str, value: Any) -> N
 def _free_path(path: str, schema: type[Any]) -> bool:
     head, _, rest = path.partition(".")
     return bool(rest) and get_origin(get_type_hints(schema).get(head)) is dict
+
+
+@functools.cache
+def value_types() -> dict[str, Any]:
+    """Return the type of every key of every option; of one that may be None, what it is otherwise."""
+    types = dict.fromkeys(RUN_FOLDERS, str)
+    every = {group: available(group) for group in FOLDERS}
+    for group in ("", *GROUPS):
+        for _, schema in _schemas(group, every):
+            types |= _field_types(schema, f"{group}." if group else "")
+    return types
+
+
+def _field_types(schema: type[Any], prefix: str) -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for key, hint in get_type_hints(schema).items():
+        inner = [part for part in get_args(hint) if part is not type(None)] if type(None) in get_args(hint) else [hint]
+        if is_dataclass(inner[0]):
+            types |= _field_types(inner[0], f"{prefix}{key}.") if prefix else {}  # type: ignore[arg-type]
+        else:
+            types[prefix + key] = inner[0]
+    return types
+
+
+def is_list(key: str) -> bool:
+    """Return whether a key holds several values."""
+    return get_origin(value_types().get(key)) is list
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """Return ``value`` as the type of ``key`` has it: a count such as ``4Ki`` as a number, one name as a list of one.
+
+    What cannot be meant so is returned as it is, for ``check`` to refuse.
+    """
+    hint = value_types().get(key)
+    if hint is int and isinstance(value, str | float):
+        try:
+            return parse_count(value, least=0)
+        except ValueError:
+            return value
+    return [value] if hint == list[str] and isinstance(value, str) and "${" not in value else value
 
 
 def valid_keys(choices: Mapping[str, tuple[str, ...]]) -> list[str]:

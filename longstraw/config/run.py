@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
-from longstraw.config.checks import ConfigError, at_least, choose
+from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
@@ -23,6 +23,8 @@ from longstraw.units import parse_count
 PROMPT_GRADS = ("detached", "exact")
 ROW_DTYPES = ("float32", "bfloat16")
 MODES = ("auto", "run", "simulate", "emulate")
+STEPS = 10**9
+GROUP_HINT = "; advantages compare the responses of a group, so a group has two or more"
 
 
 @dataclass
@@ -33,15 +35,14 @@ class AdapterConfig:
     """
 
     name: str = "none"
-    rank: int = 16
-    alpha: int = 32  # what an adapter adds is scaled by alpha / rank
+    rank: int = number(16, 1, 2**16)
+    alpha: int = number(32, 1, 2**24)  # what an adapter adds is scaled by alpha / rank
     targets: list[str] = field(default_factory=list)  # module names such as q_proj; empty: the architecture's own list
     checkpoint: str | None = None  # a folder in PEFT's format to start from; its own rank, alpha and targets hold
 
     def __post_init__(self) -> None:
         choose("adapter", self.name, ("auto", "none", "lora"))
-        for key in ("rank", "alpha"):
-            at_least(f"adapter.{key}", getattr(self, key), 1)
+        check_ranges(self, "adapter")
 
 
 @dataclass
@@ -55,15 +56,14 @@ class NeedleConfig(DataConfig):
 
     name: str = "needle"
     haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
-    depth: list[float] = field(default_factory=lambda: [0.0, 1.0])  # drawn between these fractions of the prompt
-    correct_fraction: float = 0.5  # of the made responses that answer rightly
+    depth: list[float] = number([0.0, 1.0], 0, 1)  # drawn between these fractions of the prompt
+    correct_fraction: float = number(0.5, 0, 1)  # of the made responses that answer rightly
     ragged: bool = True  # responses of drawn lengths up to response_length; false: all of that length
 
     def __post_init__(self) -> None:
-        if len(self.depth) != 2 or not 0 <= self.depth[0] <= self.depth[1] <= 1:
+        check_ranges(self, "data")
+        if len(self.depth) != 2 or self.depth[0] > self.depth[1]:
             raise ConfigError(f"data.depth={self.depth} must be two rising fractions between 0 and 1")
-        if not 0 <= self.correct_fraction <= 1:
-            raise ConfigError(f"data.correct_fraction={self.correct_fraction} must lie between 0 and 1")
 
 
 @dataclass
@@ -93,27 +93,26 @@ class AlgorithmConfig:
     scale_rewards: bool = True  # divide the advantage by the group's standard deviation
     importance: str = "token"  # token | sequence: what the clipped ratio is of
     normalize: str = "response"  # response | group | constant: what a token's loss is divided by
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
+    clip_low: float = number(0.2, 0, 1)  # 1: a ratio is not held from below
+    clip_high: float = number(0.2, 0, 1e6)
+    kl_coef: float = number(0.0, 0, 1e6)
     old_logprobs: str = "data"  # data: as given, on policy where absent; score: on the retained state; none: on policy
 
     def __post_init__(self) -> None:
         choose("algorithm.importance", self.importance, ("token", "sequence"))
         choose("algorithm.normalize", self.normalize, ("response", "group", "constant"))
         choose("algorithm.old_logprobs", self.old_logprobs, ("data", "score", "none"))
-        for key in ("clip_low", "clip_high", "kl_coef"):
-            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        check_ranges(self, "algorithm")
 
 
 @dataclass
 class OptimizerConfig:
     name: str = "adamw"  # adamw | none: gradients only
-    lr: float = 1e-6
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
+    lr: float = number(1e-6, 0, 100)
+    betas: list[float] = number([0.9, 0.999], 0, 1)
+    eps: float = number(1e-8, 1e-30, 1)  # 0 would divide 0 by 0 where a gradient is 0
+    weight_decay: float = number(0.0, 0, 100)
+    max_grad_norm: float | None = number(1.0, 0, 1e9, above=True, hint="; null: no clipping")
     gradient_dtype: str = "float32"  # float32 | model: what gradients add up in where the model's dtype is narrower
     device: str | None = None  # cpu: parameters are updated and the optimizer's state lies there; None: the model's
 
@@ -122,12 +121,9 @@ class OptimizerConfig:
         choose("optimizer.gradient_dtype", self.gradient_dtype, ("float32", "model"))
         if self.device is not None:
             choose("optimizer.device", self.device, ("cpu",))
-        for key in ("lr", "eps", "weight_decay"):
-            at_least(f"optimizer.{key}", getattr(self, key), 0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        check_ranges(self, "optimizer")
+        if len(self.betas) != 2 or 1 in self.betas:
             raise ConfigError(f"optimizer.betas={self.betas} must be two numbers from 0 to below 1")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:  # torch would turn the gradient round
-            raise ConfigError(f"optimizer.max_grad_norm={self.max_grad_norm} must be above 0; null: no clipping")
 
 
 @dataclass
@@ -148,14 +144,13 @@ class StateConfig:
 class CheckpointConfig:
     """When a job writes down where it is: also whenever it is asked to end, and only at a refresh of the prompt."""
 
-    every: int | None = None  # optimizer steps from one to the next; None: as many as ``minutes`` take
-    minutes: float = 10.0
-    keep_last: int = 2
+    every: int | None = number(None, 1, STEPS)  # optimizer steps between two; None: as many as ``minutes`` take
+    minutes: float = number(10.0, 0, 2**24)
+    keep_last: int = number(2, 1, STEPS)
     requeue: bool = True  # once asked to end, go back into SLURM's queue and continue
 
     def __post_init__(self) -> None:
-        for key, least in (("every", 1), ("minutes", 0), ("keep_last", 1)):
-            at_least(f"checkpoint.{key}", getattr(self, key), least)
+        check_ranges(self, "checkpoint")
 
 
 @dataclass
@@ -186,28 +181,31 @@ class RunConfig:
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    group_size: int = 2
-    context: Any = "2.1M"  # positions of one branch: prompt + response
-    response_length: Any = "${model.response_length}"
-    chunk: Any = "${model.chunk}"  # prompt positions evaluated at a time, over all ranks
+    group_size: int = number(2, 2, 2**16, hint=GROUP_HINT)
+    context: Any = number("2.1M", 2, POSITIONS)  # positions of one branch: prompt + response
+    response_length: Any = number("${model.response_length}", 1, POSITIONS)
+    chunk: Any = number("${model.chunk}", INNER_CHUNK, POSITIONS)  # prompt positions at a time, over all ranks
     prompt_grad: str = "detached"
-    prompt_grad_window: Any = None  # prompt positions the gradient walks back through; None: all
-    refresh_every: int = 1  # optimizer steps that share one retained prompt
+    prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient walks back through; None: all
+    refresh_every: int = number(1, 1, STEPS)  # optimizer steps that share one retained prompt
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
-    steps: int = 1
-    seed: int = 0
+    steps: int = number(1, 1, STEPS)
+    seed: int = number(0, 0, 2**63 - 1)
     selfcheck: str = "auto"  # auto: a CUDA job first compares its kernels with their references | off
     save: bool = False  # at the end, the trained model or adapter in the run's folder
     claim: str | None = None
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        for key, least in COUNTS.items():
+        for key, valid in COUNTS.items():
+            if getattr(self, key) is None and key != "prompt_grad_window":
+                raise ConfigError(f"{key} has no value; give {key}=...")
             if getattr(self, key) is not None:
                 try:
-                    setattr(self, key, parse_count(getattr(self, key), least=least))
+                    setattr(self, key, parse_count(getattr(self, key), least=valid.least, most=valid.most))
                 except ValueError as error:
                     raise ConfigError(f"{key}: {error}") from None
+        check_ranges(self, "")
         if self.adapter.name == "auto":
             self.adapter = replace(self.adapter, name=self.model.default_adapter)
         self._check()
@@ -216,16 +214,14 @@ class RunConfig:
         choose("mode", self.mode, MODES)
         choose("prompt_grad", self.prompt_grad, PROMPT_GRADS)
         choose("selfcheck", self.selfcheck, ("auto", "off"))
-        if self.group_size < 2:
-            raise ConfigError(
-                f"group_size={self.group_size}: advantages compare the responses of a group, so a group has two or "
-                "more; use group_size=2"
-            )
-        for key in ("refresh_every", "steps"):
-            at_least(key, getattr(self, key), 1)
         if self.simulation.rank >= self.hardware.world_size:
             last = self.hardware.world_size - 1
             raise ConfigError(f"simulation.rank={self.simulation.rank}: the ranks of this hardware are 0 to {last}")
+        if self.adapter.name == "none" and (self.adapter.checkpoint is not None or self.adapter.targets):
+            key = "checkpoint" if self.adapter.checkpoint is not None else "targets"
+            raise ConfigError(f"adapter.{key} with adapter=none would not be used; write adapter=lora, or leave it out")
+        if self.adapter.checkpoint is not None and self.adapter.targets:
+            raise ConfigError("adapter.targets with adapter.checkpoint: the checkpoint's own targets hold")
         if self.chunk % INNER_CHUNK:
             raise ConfigError(f"chunk={self.chunk} is no multiple of {INNER_CHUNK}")
         if self.response_length >= self.context:
@@ -276,7 +272,7 @@ GROUPS: dict[str, type[Any]] = {
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
 }
-COUNTS = {"context": 2, "response_length": 1, "chunk": INNER_CHUNK, "prompt_grad_window": 0}  # key: least value
+COUNTS = {f.name: f.metadata["range"] for f in fields(RunConfig) if "range" in f.metadata and f.type == "Any"}
 
 
 def schema_of(group: str, values: Mapping[str, Any]) -> type[Any]:

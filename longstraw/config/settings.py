@@ -1,4 +1,7 @@
-"""``key=value`` arguments of the small commands, whose keys are the fields of one dataclass; no torch."""
+"""``key=value`` arguments read by OmegaConf's rules, for the small commands; no torch.
+
+``longstraw.run`` reads its arguments by Hydra's grammar, which also has sweeps.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,35 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from longstraw.config.checks import ConfigError, choose
 from longstraw.units import parse_count
 
 Settings = TypeVar("Settings")
+
+
+def read_arguments(arguments: Sequence[str], keys: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return ``key=value`` arguments as a dict, each value as YAML has it; of a key given twice, the last.
+
+    Raises ``ConfigError`` for what is no ``key=value``, or a key that is none of ``keys`` where those are given.
+    """
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            names = f"; the keys are {', '.join(keys)}" if keys else ""
+            raise ConfigError(f"{argument} is no key=value: write key=value{names}")
+        if keys:
+            choose("key", key, keys)
+        try:
+            read = OmegaConf.from_dotlist([f"value={text}"])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"{argument}: {str(error).splitlines()[0]}") from None
+        values[key] = OmegaConf.to_container(read)["value"]  # type: ignore[index, call-overload]
+    return values
 
 
 def parse_settings(settings: type[Settings], arguments: Sequence[str], *, least: int = 0) -> Settings:
@@ -18,14 +46,14 @@ def parse_settings(settings: type[Settings], arguments: Sequence[str], *, least:
     Raises ``ConfigError`` that names the argument and, where it is the key that is wrong, the valid ones.
     """
     known = {f.name: f for f in fields(settings)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise ConfigError(f"{argument!r} is no key=value; the keys are {', '.join(known)}")
-        choose("key", key, tuple(known))
+    values, schema = read_arguments(arguments, tuple(known)), OmegaConf.structured(settings)
+    OmegaConf.set_readonly(schema, False)  # as a frozen dataclass makes it
+    for key, value in values.items():
         try:
-            values[key] = parse_count(value, least=least) if "int" in str(known[key].type) else value
-        except ValueError as error:
-            raise ConfigError(f"{argument}: {error}") from None
+            if "int" in str(known[key].type):
+                values[key] = parse_count(value, least=least)
+            OmegaConf.update(schema, key, values[key])
+            values[key] = schema[key]
+        except (ValueError, OmegaConfBaseException) as error:
+            raise ConfigError(f"{key}={value}: {str(error).splitlines()[0]}") from None
     return settings(**values)

@@ -1,14 +1,39 @@
-"""Tasks: where the groups of a run come from."""
+"""Tasks: where the groups of a run come from. No torch before a group is made: data are looked at without it."""
 
 from __future__ import annotations
 
-from longstraw.config import JsonlConfig, NeedleConfig, RunConfig
-from longstraw.data.jsonl import JsonlTask
-from longstraw.data.needle import NeedleTask
-from longstraw.data.task import DataError, Task
-from longstraw.data.tokenizer import load_tokenizer
+from pathlib import Path
 
-__all__ = ["DataError", "Task", "build_task"]
+from longstraw.config import JsonlConfig, NeedleConfig, RunConfig
+from longstraw.data.haystack import check_haystack
+from longstraw.data.jsonl import JsonlTask, check_jsonl
+from longstraw.data.needle import NeedleTask, check_room
+from longstraw.data.task import DataError, Task
+from longstraw.data.tokenizer import ByteTokenizer, find_tokenizer, load_tokenizer
+
+__all__ = ["DataError", "Task", "build_task", "check_data", "tokenizer_folder"]
+
+
+def tokenizer_folder(config: RunConfig) -> Path | None:
+    """Return the folder of the tokenizer that a run loads, or None where bytes are its tokens."""
+    given = config.data.tokenizer if isinstance(config.data, JsonlConfig) else None
+    return find_tokenizer(given, checkpoint=config.model.checkpoint, vocab_size=config.model.vocab_size)
+
+
+def check_data(config: RunConfig) -> None:
+    """Look at what ``config.data`` names, in a moment: that it is there and begins as it should, that lengths fit.
+
+    No checkpoint's tokenizer is loaded, which takes seconds, and of a file no more than its beginning is read;
+    ``build_task`` checks the rest. Raises ``DataError`` or ``OSError``.
+    """
+    data, folder = config.data, tokenizer_folder(config)
+    tokenizer = ByteTokenizer() if folder is None else None
+    if isinstance(data, JsonlConfig):
+        check_jsonl(config, data, tokenizer)
+    elif isinstance(data, NeedleConfig):
+        check_haystack(data.haystack)
+        if tokenizer is not None:
+            check_room(config, tokenizer)
 
 
 def build_task(config: RunConfig) -> Task:

@@ -36,8 +36,17 @@ def read_haystack(places: list[str], tokenizer: Tokenizer, least: int) -> tuple[
     return "".join(texts), np.concatenate(tokens), name
 
 
+def check_haystack(places: list[str]) -> None:
+    """Raise ``DataError`` or ``OSError`` for a place without text; no more than the beginning of each is read."""
+    for place in places:
+        if not next(_named([place]), ""):
+            raise DataError(f"data.haystack: no text in {place}")
+
+
 def _named(places: list[str]) -> Iterator[str]:
     for place in places:
+        if not place:
+            raise DataError("data.haystack names an empty path; leave it out, and Python's standard library is taken")
         path = Path(place).expanduser()
         if path.is_file():
             try:
@@ -47,7 +56,7 @@ def _named(places: list[str]) -> Iterator[str]:
         elif path.is_dir():
             yield from _folder(path, set(), "")
         else:
-            raise FileNotFoundError(f"data.haystack: {path} is not there; give text files or folders of them")
+            raise FileNotFoundError(f"data.haystack: {path} is not there; give text files or folders, several as [A,B]")
 
 
 def _standard_library() -> Iterator[str]:

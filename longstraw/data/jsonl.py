@@ -1,6 +1,6 @@
 """The user's own prompts, responses and rewards: a text file with one JSON object a line.
 
-    {"id": "a", "prompt": "text" | [ids] | [{"role": .., "content": ..}, ..],
+    {"id": "a", "prompt": "text" | [ids] | [{"role": .., "content": ..}, ..], "tools": [{..}, ..]?,
      "responses": [{"text": ".." | "tokens": [ids], "reward": 1.0, "logprobs": [..]?, "loss_mask": [..]?}, ..]}
 
 UTF-8, with or without a byte order mark, LF or CRLF, not packed; blank lines are passed over. Every line is read and
@@ -14,17 +14,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longstraw.config import JsonlConfig, RunConfig
 from longstraw.data.jsonl_schema import Parser
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
-from longstraw.grpo import Group
+
+if TYPE_CHECKING:
+    from longstraw.grpo import Group
 
 SHOWN = 100  # skipped lines in the description; their number is there too
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 BOM = b"\xef\xbb\xbf"
+LOOKED_AT = 2**26  # bytes of the first line that are read before a job starts
 
 
 class JsonlTask:
@@ -90,10 +93,24 @@ class JsonlTask:
             raise DataError(f"{self._path}:{number}: {error}; the file has changed since the run began") from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield byte offset, line number and content of every line that is not blank."""
+def check_jsonl(config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise ``DataError`` or ``OSError`` for a file that cannot be read, or whose first line cannot be used."""
+    path = Path(data.path).expanduser()
+    for _, number, line in _lines(path, LOOKED_AT):
+        if data.on_error == "stop" and len(line) < LOOKED_AT:
+            try:
+                Parser(config, data, tokenizer).check(line)
+            except DataError as error:
+                raise DataError(f"{path}:{number}: {error} (data.on_error=skip goes on without it)") from None
+        return
+    raise DataError(f"{path}: no usable line; the file is empty")
+
+
+def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, int, bytes]]:
+    """Yield byte offset, line number and content of every line that is not blank, at most ``longest`` bytes of it."""
     if not path.is_file():
-        raise FileNotFoundError(f"data.path={path} is not there; give a file with one JSON object a line")
+        what = "a folder" if path.is_dir() else "no plain file" if path.exists() else "not there"
+        raise FileNotFoundError(f"data.path={path} is {what}; give a file with one JSON object a line")
     with path.open("rb") as file:
         head = file.read(6)
         for magic, name in PACKED.items():
@@ -101,7 +118,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 raise DataError(f"{path} is packed with {name}, which is not read; unpack it first")
         place = len(BOM) if head.startswith(BOM) else 0
         file.seek(place)
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(longest), b""), start=1):
             if line.strip():
                 yield place, number, line
             place += len(line)

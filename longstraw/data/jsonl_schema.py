@@ -5,18 +5,21 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from longstraw.config import JsonlConfig, RunConfig
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer, check_text
-from longstraw.grpo import Group
 
-LINE_KEYS = ("prompt", "responses")
+if TYPE_CHECKING:
+    import torch
+
+    from longstraw.grpo import Group
+
+LINE_KEYS = ("prompt", "responses", "tools")
 RESPONSE_KEYS = ("text", "tokens", "reward", "logprobs", "loss_mask")
 SLACK = 1e-2  # a log-probability of 0 that was rounded may come out above it
 
@@ -24,7 +27,8 @@ SLACK = 1e-2  # a log-probability of 0 that was rounded may come out above it
 class Parser:
     """Turn lines into groups of one run's sizes, and count what was cut to fit while ``counting``."""
 
-    def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | None) -> None:
+        """``tokenizer`` may be absent where lines are only checked."""
         self._tokenizer, self._vocab_size = tokenizer, config.model.vocab_size
         self._group_size, self._response_length = config.group_size, config.response_length
         self._prompt_positions, self._truncate = config.prompt_positions, data.truncate
@@ -33,15 +37,13 @@ class Parser:
 
     def group(self, line: bytes, number: int) -> Group:
         """Return the group a line holds; ``number`` names a line without an id. Raises ``DataError``."""
-        fields = _object(line)
-        _check_keys(fields, LINE_KEYS, "")
+        import torch
+
+        from longstraw.grpo import Group
+
+        fields = _fields(line)
         name = fields.get("id", f"line-{number}")
-        if not isinstance(name, (str, int)) or isinstance(name, bool):
-            raise DataError(f"id is {_kind(name)}, must be text or a whole number")
-        check_text(str(name), "id")
-        if "prompt" not in fields:
-            raise DataError("no prompt")
-        prompt, truncated = self._fit(self._prompt(fields["prompt"]))
+        prompt, truncated = self._fit(self._prompt(fields))
         items = self._items(fields.get("responses"))
         taken = items[: self._group_size]
         responses = [self._response(item, f"responses[{i}]") for i, item in enumerate(taken)]
@@ -61,13 +63,32 @@ class Parser:
             self.left_out += len(items) - len(taken)
         return group
 
-    def _prompt(self, value: Any) -> NDArray[np.int64]:
+    def check(self, line: bytes) -> None:
+        """Raise ``DataError`` for a line without a prompt that fits or enough responses; without torch.
+
+        Where there is no tokenizer text is not looked into.
+        """
+        fields = _fields(line)
+        items = self._items(fields.get("responses"))[: self._group_size]
+        if self._tokenizer is not None:
+            self._fit(self._prompt(fields))
+            for i, item in enumerate(items):
+                self._response(item, f"responses[{i}]")
+        for i, item in enumerate(items):
+            _reward(item, f"responses[{i}]")
+
+    def _prompt(self, fields: dict[str, Any]) -> NDArray[np.int64]:
+        value, tools = fields["prompt"], fields.get("tools")
+        chat = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+        if tools is not None and not chat:
+            raise DataError("tools are for a prompt of chat messages, whose template writes them")
         if isinstance(value, str):
             return self._encode(value, "prompt")
         if not isinstance(value, list):
             raise DataError(f"prompt is {_kind(value)}, must be text, a list of token ids or a list of chat messages")
-        if value and isinstance(value[0], dict):
-            return self._tokenizer.encode_chat(_messages(value))
+        if chat:
+            assert self._tokenizer is not None
+            return self._tokenizer.encode_chat(_messages(value), _tools(tools))
         return self._ids(value, "prompt")
 
     def _fit(self, prompt: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
@@ -111,6 +132,7 @@ class Parser:
 
     def _encode(self, text: str, where: str) -> NDArray[np.int64]:
         check_text(text, where)
+        assert self._tokenizer is not None
         ids = self._tokenizer.encode(text)
         if len(ids) == 0:
             raise DataError(f"{where} is empty")
@@ -128,6 +150,19 @@ class Parser:
             at = next(i for i, item in enumerate(value) if not 0 <= item < self._vocab_size)
             raise DataError(f"{where}[{at}] is {value[at]}, must be below the vocabulary of {self._vocab_size} ids")
         return np.asarray(value, dtype=np.int64)
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    """Return the object a line holds, its keys and its id checked."""
+    fields = _object(line)
+    _check_keys(fields, LINE_KEYS, "")
+    name = fields.get("id", "")
+    if not isinstance(name, (str, int)) or isinstance(name, bool):
+        raise DataError(f"id is {_kind(name)}, must be text or a whole number")
+    check_text(str(name), "id")
+    if "prompt" not in fields:
+        raise DataError("no prompt")
+    return fields
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -165,6 +200,12 @@ def _messages(value: list[Any]) -> list[dict[str, Any]]:
     return value
 
 
+def _tools(value: Any) -> list[Any] | None:
+    if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        raise DataError(f"tools is {_kind(value)}, must be a list of JSON schemas")
+    return value
+
+
 def _reward(item: dict[str, Any], where: str) -> float:
     """Return the reward; true and false are 1 and 0, as checkers write them."""
     if "reward" not in item:
@@ -180,6 +221,8 @@ def _logprobs(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -
     if len(given) < len(items):
         without = next(i for i in range(len(items)) if i not in given)
         raise DataError(f"responses[{given[0]}] has logprobs and responses[{without}] has none; give all or none")
+    import torch
+
     rows = []
     for i, (item, response) in enumerate(zip(items, responses, strict=True)):
         where = f"responses[{i}].logprobs"
@@ -195,6 +238,8 @@ def _masks(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -> l
     """Return the masks, if any response has one; those without keep all their tokens."""
     if all(item.get("loss_mask") is None for item in items):
         return None
+    import torch
+
     masks = []
     for i, (item, response) in enumerate(zip(items, responses, strict=True)):
         where = f"responses[{i}].loss_mask"

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from longstraw.config import NeedleConfig, RunConfig
 from longstraw.data.haystack import read_haystack
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
-from longstraw.grpo import Group
+
+if TYPE_CHECKING:
+    from longstraw.grpo import Group
 
 WORDS = tuple(  # five letters each, so that in bytes every prompt has the same least length
     word
@@ -38,12 +39,32 @@ SPARE_HAY = 2**18  # tokens read beyond what a short prompt needs, so that promp
 TRIES = 100
 
 
+def check_room(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise ``DataError`` for lengths in which needle and question, or an answer, could be too long."""
+    least = max(sum(map(len, needle_texts(tokenizer, word, "8" * DIGITS))) for word in WORDS)
+    if config.prompt_positions < least:
+        raise DataError(
+            f"a needle and its question take {least} tokens, and context={config.context} less "
+            f"response_length={config.response_length} leaves {config.prompt_positions} for the prompt; use "
+            f"context={least + config.response_length} or more"
+        )
+    least = len(tokenizer.encode("8" * DIGITS))
+    if config.response_length < least:
+        raise DataError(f"response_length={config.response_length}: the needle's number takes {least} tokens")
+
+
+def needle_texts(tokenizer: Tokenizer, word: str, value: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of the needle and of the question."""
+    needle = tokenizer.encode(f"\nThe magic number of {word} is {value}.\n")
+    return needle, tokenizer.encode(f"\nWhat is the magic number of {word}?\n")
+
+
 class NeedleTask:
     """Draw groups for one needle in a haystack; ``score`` rewards any response to a step's prompt."""
 
     def __init__(self, config: RunConfig, data: NeedleConfig, tokenizer: Tokenizer) -> None:
         self._config, self._data, self._tokenizer = config, data, tokenizer
-        self._check_room()
+        check_room(config, tokenizer)
         wanted = max(config.prompt_positions, SPARE_HAY)
         self._text, self._hay, source = read_haystack(data.haystack, tokenizer, wanted)
         self._words = [word for word in WORDS if f"magic number of {word}" not in self._text]
@@ -55,25 +76,6 @@ class NeedleTask:
             "haystack": source,
             "haystack_tokens": len(self._hay),
         }
-
-    def _check_room(self) -> None:
-        """Refuse lengths in which needle and question, or an answer, could be too long."""
-        config = self._config
-        least = max(sum(map(len, self._texts(word, "8" * DIGITS))) for word in WORDS)
-        if config.prompt_positions < least:
-            raise DataError(
-                f"a needle and its question take {least} tokens, and context={config.context} less "
-                f"response_length={config.response_length} leaves {config.prompt_positions} for the prompt; use "
-                f"context={least + config.response_length} or more"
-            )
-        least = len(self._tokenizer.encode("8" * DIGITS))
-        if config.response_length < least:
-            raise DataError(f"response_length={config.response_length}: the needle's number takes {least} tokens")
-
-    def _texts(self, word: str, value: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the tokens of the needle and of the question."""
-        encode = self._tokenizer.encode
-        return encode(f"\nThe magic number of {word} is {value}.\n"), encode(f"\nWhat is the magic number of {word}?\n")
 
     def _index(self, step: int) -> int:
         return step // self._config.refresh_every
@@ -91,8 +93,12 @@ class NeedleTask:
 
     def group(self, step: int) -> Group:
         """Return the group of this step; steps that share a retained prompt get the same one."""
+        import torch
+
+        from longstraw.grpo import Group
+
         rng, word, value = self._draw(step)
-        needle, question = self._texts(word, value)
+        needle, question = needle_texts(self._tokenizer, word, value)
         length = self._config.prompt_positions - len(needle) - len(question)
         if length < 0:  # a tokenizer that needs more for this number than for the one measured
             raise DataError(f"context={self._config.context}: {-length} tokens short of needle and question")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from longstraw.grpo import Group
+if TYPE_CHECKING:
+    from longstraw.grpo import Group
 
 
 class DataError(ValueError):

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: NDArray[np.int64]) -> str: ...
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]: ...
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]: ...
 
 
 class ByteTokenizer:
@@ -42,7 +42,7 @@ class ByteTokenizer:
         """Return the text of the bytes; what is cut or no UTF-8 becomes U+FFFD, ids above 255 too."""
         return np.where(ids < BYTES, ids, 0xFF).astype(np.uint8).tobytes().decode(errors="replace")
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]:
         """Refuse: bytes have no marks for roles."""
         raise DataError(
             "chat messages need a tokenizer with a chat template, and this run takes bytes as tokens; give the prompt "
@@ -57,7 +57,7 @@ class CheckpointTokenizer:
         try:
             from transformers import AutoTokenizer  # here, not above: seconds to import, and bytes do without
         except ImportError as error:
-            raise DataError(f"{folder}: its tokenizer needs transformers: pip install 'longstraw[hf]'") from error
+            raise DataError(f"{folder}: its tokenizer needs transformers: pip install transformers") from error
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds, and what is to be done is the same
@@ -74,12 +74,17 @@ class CheckpointTokenizer:
         """Return the text of the ids, special tokens included and spaces as they stand."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> NDArray[np.int64]:
-        """Return the ids of a conversation up to where the assistant's answer begins, by the chat template."""
+    def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]:
+        """Return the ids of a conversation up to where the assistant's answer begins, by the chat template.
+
+        ``tools`` are the JSON schemas of functions that the assistant may call.
+        """
         if not self._tokenizer.chat_template:
             raise DataError(f"the tokenizer of {self.name} has no chat template; give the prompt as text or token ids")
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # the template is a program of the checkpoint's author and raises what it likes
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         check_text(str(text), "the conversation")
@@ -96,10 +101,24 @@ def check_text(text: str, where: str) -> None:
 
 
 def load_tokenizer(folder: str | None, *, checkpoint: str | None, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer in ``folder`` or else in the checkpoint, and bytes where neither has one.
+    """Return the tokenizer that ``find_tokenizer`` finds; raise ``DataError`` where its ids would not fit the model."""
+    path = find_tokenizer(folder, checkpoint=checkpoint, vocab_size=vocab_size)
+    if path is None:
+        return ByteTokenizer()
+    tokenizer = CheckpointTokenizer(path)
+    if tokenizer.size > vocab_size:
+        raise DataError(
+            f"{path}: token ids up to {tokenizer.size - 1}, and the model has a vocabulary of {vocab_size}; take the "
+            "tokenizer that belongs to the model"
+        )
+    return tokenizer
+
+
+def find_tokenizer(folder: str | None, *, checkpoint: str | None, vocab_size: int) -> Path | None:
+    """Return the folder of the tokenizer: ``folder``, or else the checkpoint's; None where bytes are the tokens.
 
     Bytes serve random weights of any vocabulary of 256 or more, and a checkpoint whose vocabulary is the 256 bytes.
-    Raises ``DataError`` where a checkpoint of another vocabulary comes without a tokenizer, or ids would not fit.
+    Raises ``DataError`` where a checkpoint of another vocabulary comes without a tokenizer.
     """
     for place, wanted in ((folder, True), (checkpoint, vocab_size != BYTES)):
         if place is None:
@@ -108,15 +127,9 @@ def load_tokenizer(folder: str | None, *, checkpoint: str | None, vocab_size: in
         if not path.is_dir():
             raise FileNotFoundError(f"{path}: no such folder; a tokenizer is a folder in transformers' format")
         if any((path / name).is_file() for name in FILES):
-            tokenizer = CheckpointTokenizer(path)
-            if tokenizer.size > vocab_size:
-                raise DataError(
-                    f"{path}: token ids up to {tokenizer.size - 1}, and the model has a vocabulary of {vocab_size}; "
-                    "take the tokenizer that belongs to the model"
-                )
-            return tokenizer
+            return path
         if wanted:
             raise DataError(f"{path}: no tokenizer there, which would be one of the files {', '.join(FILES)}")
     if vocab_size < BYTES:
         raise DataError(f"model.vocab_size={vocab_size}: bytes as tokens need {BYTES}")
-    return ByteTokenizer()
+    return None

@@ -21,6 +21,7 @@ from longstraw.config import ConfigError, from_dict, to_dict
 from longstraw.errors import RankLostError, describe, is_users
 from longstraw.launch.display import JobLine, Screen, show_job
 from longstraw.launch.executors import check_slurm, start_local, submit_slurm
+from longstraw.launch.inputs import check_inputs, without_effect
 from longstraw.launch.logs import failed_tail, tail
 from longstraw.launch.placement import resolve
 from longstraw.launch.result import record_failure
@@ -50,13 +51,16 @@ def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list
             placement = resolve(given.config)
             if placement.executor == "slurm":
                 check_slurm(given.run_dir.parent, given.config, asked)
-        except (ConfigError, NameError, ValueError, RuntimeError) as error:
+            given.config.mode = placement.mode
+            check_inputs(given.config)
+        except (ConfigError, NameError, ValueError, RuntimeError, OSError) as error:
             wrong.append((given.num, str(error)))
             continue
-        given.config.mode = placement.mode
         jobs.append(Job(given.num, given.overrides, given.run_dir, given.config, placement))
     if wrong:
         raise ConfigError(_error_lines(wrong, len(drafts)))
+    for note in dict.fromkeys(filter(None, (without_effect(job.config) for job in jobs))):
+        print(f"longstraw: {note}", file=sys.stderr)
     stamp = f"{jobs[0].run_dir.parent.name}-{secrets.token_hex(2)}"
     for job in jobs:
         job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -303,7 +307,7 @@ def _stop(jobs: Sequence[Job], lines: dict[int, JobLine], handles: dict[int, Any
 
 def labels(jobs: Sequence[Job]) -> list[str]:
     """Return what tells each job of a sweep from the others: its number and the overrides not shared by all."""
-    shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if len(jobs) > 1 else set()
+    shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if jobs else set()
     return [" ".join([f"job {job.num}", *(text for text in job.overrides if text not in shared)]) for job in jobs]
 
 

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from longstraw.config import ModelConfig
+from longstraw.config.hf_files import INDEX, SINGLE, CheckpointError, first_names, reading, stored_files
 from longstraw.layers.lora_weight import effective_weight
 from longstraw.models.hf_config import to_hf_config
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 _COMPANIONS = (
     "tokenizer*",
@@ -47,7 +46,6 @@ _COMPANIONS = (
     "chat_template*",
     "generation_config.json",
 )
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _STORED = ("F64", "F32", "F16", "BF16")  # numbers as they stand; all others need scales stored beside them
 _LEFT_OUT = ("mtp.", "model.visual.", "lm_head.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -55,10 +53,6 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
 
 Place = Callable[[str, Tensor], tuple[Tensor, tuple[int, ...]]]
-
-
-class CheckpointError(ValueError):
-    """A folder that does not hold the weights of this model, or cannot take them."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ def load_weights(
     targets = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if not _adapter(name)}
     shards: dict[Path, list[_Piece]] = defaultdict(list)
     others = []
-    for stored, shard in _names(folder).items():
+    for stored, shard in stored_files(folder).items():
         piece = _piece(stored, targets)
         if piece is None:
             others.append(_model_name(stored))
@@ -121,37 +115,6 @@ def load_weights(
     for name, (tensor, _) in filled.items() if place is None else ():
         _assign(model, name, tensor)
     return _report(folder, len(pieces), others, targets)
-
-
-def _names(folder: Path) -> dict[str, Path]:
-    """Return the file of each stored tensor."""
-    if (folder / INDEX).is_file():
-        with _reading(folder / INDEX):
-            listed = json.loads((folder / INDEX).read_text())["weight_map"]
-            if not all(isinstance(file, str) for file in listed.values()):
-                raise ValueError("weight_map names no files")
-        if absent := sorted({file for file in listed.values() if not (folder / file).is_file()}):
-            raise CheckpointError(f"{folder}: {INDEX} names files that are not there: {_first(absent)}")
-        return {name: folder / file for name, file in listed.items()}
-    if (folder / SINGLE).is_file():
-        with _reading(folder / SINGLE), safe_open(folder / SINGLE, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), folder / SINGLE)
-    if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
-        raise CheckpointError(
-            f"{folder}: no safetensors, only {_first(pickled)}; such files can run code when they are read and are "
-            "never read here: convert them to safetensors (transformers: from_pretrained, then save_pretrained)"
-        )
-    raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there: it holds no weights")
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: cannot be read, it may have broken off: {error}") from error
 
 
 def _model_name(stored: str) -> str:
@@ -183,7 +146,7 @@ def _refuse_missing(folder: Path, targets: dict[str, Tensor], pieces: Iterable[_
         if name not in found:
             missing += [part for part in expert_names(name, len(tensor)) or [name] if part not in found]
     if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} tensors of the model are missing: {_first(missing)}")
+        raise CheckpointError(f"{folder}: {len(missing)} tensors of the model are missing: {first_names(missing)}")
 
 
 def expert_names(fused: str, experts: int) -> list[str]:
@@ -197,7 +160,7 @@ def expert_names(fused: str, experts: int) -> list[str]:
 
 def _read(shard: Path, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Any]]:
     """Yield the pieces of one file with their data, of which nothing is read before it is indexed."""
-    with _reading(shard), safe_open(shard, framework="pt") as tensors:
+    with reading(shard, SafetensorError), safe_open(shard, framework="pt") as tensors:
         for piece in pieces:
             source = tensors.get_slice(piece.stored)
             if tuple(source.get_shape()) != piece.stored_shape:
@@ -255,7 +218,9 @@ def _report(folder: Path, loaded: int, others: list[str], targets: dict[str, Ten
         parts = Counter(f"model.layers.{m[1]}" if (m := _LAYER.match(n)) else _prefix(n) for n in left_out)
         log.info("%s: left out %s", folder, ", ".join(f"{part} ({count} tensors)" for part, count in parts.items()))
     if unknown:
-        log.warning("%s: %d tensors are not of this model and were left out: %s", folder, len(unknown), _first(unknown))
+        log.warning(
+            "%s: %d tensors are not of this model and were left out: %s", folder, len(unknown), first_names(unknown)
+        )
     return LoadReport(loaded, left_out, unknown)
 
 
@@ -294,7 +259,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Return all tensors of one small file, such as an adapter's."""
-    with _reading(file):
+    with reading(file, SafetensorError):
         return load_file(file)
 
 
@@ -346,7 +311,3 @@ def _companions(config: ModelConfig) -> list[Path]:
     """Return what a folder needs beside weights to be used, from the checkpoint that the model came from."""
     folder = Path(config.checkpoint) if config.checkpoint else None
     return [] if folder is None else sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern)})
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

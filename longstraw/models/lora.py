@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.config import AdapterConfig, ConfigError
+from longstraw.config.hf_files import ADAPTER, CheckpointError, check_adapter
 from longstraw.layers.feedforward import Experts
 from longstraw.models.decoder import Decoder
-from longstraw.models.hf_weights import CheckpointError, new_folder, read_tensors, write_tensors
+from longstraw.models.hf_weights import new_folder, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
 _ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for the fused experts of transformers' class
 _NAME = "default"  # PEFT's name for the only adapter of a model
 _PREFIX = "base_model.model."
-_FILE = "adapter_model.safetensors"
 _NO_GRADIENT = ".indexer."  # what chooses rows gets no gradient, so an adapter there would never change
 
 
@@ -69,7 +69,7 @@ def fill_adapter(
     meta device when its adapters were added.
     """
     if config.checkpoint is not None:
-        tensors = {_here(name): tensor for name, tensor in read_tensors(Path(config.checkpoint) / _FILE).items()}
+        tensors = {_here(name): tensor for name, tensor in read_tensors(Path(config.checkpoint) / ADAPTER).items()}
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,11 +92,10 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     """
     folder = Path(folder)
     _refuse_second(model)
-    if not (folder / "adapter_config.json").is_file() or not (folder / _FILE).is_file():
-        raise CheckpointError(f"{folder}: not both of adapter_config.json and {_FILE} are there, as PEFT writes them")
+    check_adapter(folder)
     lora = _peft().LoraConfig.from_pretrained(str(folder))
     _check_plain(folder, lora)
-    tensors = {_here(name): tensor for name, tensor in read_tensors(folder / _FILE).items()}
+    tensors = {_here(name): tensor for name, tensor in read_tensors(folder / ADAPTER).items()}
     wrapped = sorted({name.partition(".lora_")[0] for name in tensors})
     if absent := sorted(set(wrapped) - set(_linear(model))):
         raise CheckpointError(f"{folder}: adapts {', '.join(absent[:5])}, which {model.config.name} has not")
@@ -126,7 +125,7 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
     with new_folder(folder) as made:
         lora.base_model_name_or_path = model.config.checkpoint
         lora.save_pretrained(str(made))
-        write_tensors(tensors, made / _FILE)
+        write_tensors(tensors, made / ADAPTER)
 
 
 @contextmanager
@@ -153,7 +152,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("adapter=lora needs peft: pip install 'longstraw[hf]'") from error
+        raise ConfigError("adapter=lora needs peft: pip install peft") from error
     return peft
 
 
@@ -181,8 +180,6 @@ def _matched(model: nn.Module, targets: list[str]) -> None:
 
 
 def _check_plain(folder: Path, lora: Any) -> None:
-    if getattr(lora, "peft_type", None) != "LORA":
-        raise CheckpointError(f"{folder}: an adapter of type {lora.peft_type}; only LORA is supported")
     plain = {"use_dora": False, "bias": "none", "modules_to_save": None, "target_parameters": None, "lora_bias": False}
     for key, value in plain.items():
         if getattr(lora, key, value) not in (value, []):

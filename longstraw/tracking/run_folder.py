@@ -73,22 +73,40 @@ def has_result(run_dir: Path) -> bool:
 
 def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
     """Return the table of a command's jobs, one row each (worst peak, all seconds, last loss), then their errors."""
-    rows, reasons = [], []
+    rows, reasons, notes = [], [], []
     for run_dir in run_dirs:
         records = read_steps(run_dir)
         config = read_json(run_dir / "spec.json").get("config", {})
         rows.append(_cells(run_dir.name, config, records))
         if records and records[-1].get("error"):
             reasons.append(f"job {run_dir.name}: {records[-1]['status']}: {records[-1]['error']}")
+        notes += _notes(run_dir.name, config, records)
     head = dict(zip(COLUMNS, COLUMNS, strict=True))
-    return "\n".join([aligned([head, *rows], COLUMNS, LEFT), *(reasons if errors else [])])
+    return "\n".join([aligned([head, *rows], COLUMNS, LEFT), *dict.fromkeys(notes), *(reasons if errors else [])])
+
+
+def _notes(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
+    """Return what explains a loss or a gradient of 0."""
+    notes = []
+    equal = sum(row.get("reward_std") == 0 for row in records)
+    if equal and not config.get("algorithm", {}).get("kl_coef"):
+        notes.append(f"job {name}: equal rewards in {equal} of {len(records)} steps: no gradient in those")
+    if records and records[-1].get("advantage_abs_mean") and _loss(records[-1]) == "0":
+        notes.append("loss 0: on policy each ratio is 1 and the advantages sum to 0; grad_norm is not 0")
+    return notes
+
+
+def _loss(row: dict[str, Any]) -> str:
+    """Return a loss as text: 0 where it is below the rounding of the sum of advantages that it is on policy."""
+    rounding = 1e-6 * (row.get("advantage_abs_mean") or 0.0)
+    return "0" if abs(row["loss"]) <= rounding else f"{row['loss']:.6g}"
 
 
 def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, str]:
     last = records[-1] if records else {}
     peaks = [row["peak_allocated_bytes"] for row in records if row.get("peak_allocated_bytes") is not None]
     seconds = [row["seconds"] for row in records if row.get("seconds") is not None]
-    losses = [row["loss"] for row in records if row.get("loss") is not None]
+    losses = [_loss(row) for row in records if row.get("loss") is not None]
     grad, window = carried_gradient(config, last)
     prompt, response = last.get("prompt_positions"), last.get("response_positions")
     positions = config.get("context", 0) if prompt is None or response is None else prompt + response
@@ -101,7 +119,7 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
         "status": status_word(last.get("status", "not run"), last.get("mode")),
         "peak": format_bytes(max(peaks)) if peaks else "",
         "total time": format_seconds(sum(seconds)) if seconds else "",
-        "loss": f"{losses[-1]:.6g}" if losses else "",
+        "loss": losses[-1] if losses else "",
     }
 
 

@@ -60,6 +60,9 @@ def test_valid(arguments):
         (["group_size=2,many"], r"^group_size=many: .*Integer"),
         (["optimizer.lr=fast"], r"^optimizer\.lr=fast: .*Float"),
         (["launch.detach=perhaps"], r"^launch\.detach=perhaps: .*bool"),
+        (["context=99999999999999999999"], r"^context=99999999999999999999: must be at most 1,099,511,627,776"),
+        (["steps=" + "9" * 5000], "steps"),
+        (["context=1e999"], "at most|not a count"),
         (["context=1.5"], r"^context=1\.5: not a whole number"),
         (["context=16Ki,lots"], r"^context=lots: not a count"),
         (["chunk=32"], r"^chunk=32: must be at least 64"),
@@ -72,6 +75,51 @@ def test_valid(arguments):
 def test_refused(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         check(parse(arguments))
+
+
+def texts(arguments, **kwargs):
+    return [argument.text for argument in parse(arguments, **kwargs)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("steps=1e3", "steps=1000"),
+        ("steps=4k,1K", "steps=4000,1000"),
+        ("hardware.time_min=1_440", "hardware.time_min=1_440"),
+        ("checkpoint.every=2Ki", "checkpoint.every=2048"),
+        ("model.max_position_embeddings=1Mi", "model.max_position_embeddings=1048576"),
+        ("optimizer.lr=1e-3", "optimizer.lr=1e-3"),
+        ("data.haystack=FILE", "data.haystack=['FILE']"),
+        ("data.haystack=a,b", "data.haystack=['a'],['b']"),
+        ("data.haystack=[a,b],[c]", "data.haystack=[a,b],[c]"),
+        ("tracking.tags=one", "tracking.tags=['one']"),
+        ("data.path=mine (1) é.jsonl", "data.path='mine (1) é.jsonl'"),
+        ("data.path='as before'", "data.path='as before'"),
+        ("data.path=007", "data.path='007'"),
+        ("data.path=it's.jsonl", r"data.path='it\'s.jsonl'"),
+        ("model.checkpoint=[v2] model", "model.checkpoint='[v2] model'"),
+        ("adapter.checkpoint=null", "adapter.checkpoint=null"),
+        ("claim=Größe 1", "claim='Größe 1'"),
+        ("hydra.run.dir=Läufe/a, b", "hydra.run.dir='Läufe/a, b'"),
+    ],
+)
+def test_values_are_read_as_a_user_writes_them(typed, read):
+    assert texts([typed]) == [read]
+    check(parse(["data=jsonl" if "path" in typed else "data=needle", typed]))
+
+
+def test_a_comma_in_the_name_of_a_file_is_no_sweep(tmp_path):
+    file = tmp_path / "a,b.jsonl"
+    assert texts(["data.path=a,b"], sweep=False) == ["data.path='a,b'"]
+    assert texts([f"data.path={file}"]) == [f"data.path='{tmp_path}/a','b.jsonl'"]
+    file.touch()
+    assert texts([f"data.path={file}"]) == [f"data.path='{file}'"]
+
+
+def test_a_home_folder_is_found(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse(["model.checkpoint=~/model"])[0].values == ("/home/me/model",)
 
 
 def test_every_mistake_is_named():

@@ -306,9 +306,14 @@ def test_utf16_is_refused(tmp_path):
         make_task(write_raw(tmp_path, json.dumps(GOOD).encode("utf-16")))
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "."])
-def test_no_file(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="is not there; give a file with one JSON object a line"):
+def test_tools_are_for_a_chat(tmp_path):
+    with pytest.raises(DataError, match="tools are for a prompt of chat messages"):
+        make_task(write(tmp_path, {**GOOD, "tools": [{"type": "function"}]}))
+
+
+@pytest.mark.parametrize(("name", "what"), [("absent.jsonl", "not there"), (".", "a folder")])
+def test_no_file(tmp_path, name, what):
+    with pytest.raises(FileNotFoundError, match=f"is {what}; give a file with one JSON object a line"):
         make_task(tmp_path / name)
 
 

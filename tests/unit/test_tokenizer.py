@@ -65,6 +65,14 @@ def test_the_tokenizer_of_a_checkpoint(folder):
     assert (chat[0], chat[-1]) == (0, 1)  # each mark one token
 
 
+def test_tools_reach_the_template(folder):
+    tokenizer = load_tokenizer(None, checkpoint=str(folder), vocab_size=400)
+    tokenizer._tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool['name'] }};{% endfor %}" + TEMPLATE
+    messages = [{"role": "user", "content": "number"}]
+    with_tools = tokenizer.encode_chat(messages, [{"name": "magic"}])
+    assert tokenizer.decode(with_tools) == "magic;" + tokenizer.decode(tokenizer.encode_chat(messages))
+
+
 def test_a_template_that_refuses_says_why(folder):
     tokenizer = load_tokenizer(None, checkpoint=str(folder), vocab_size=400)
     with pytest.raises(DataError, match="refuses the messages: no system here"):

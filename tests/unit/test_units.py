@@ -15,12 +15,19 @@ from longstraw.units import format_bytes, format_count, format_seconds, parse_co
         ("1b", 10**9),
         ("2.1e6", 2_100_000),
         (2.1e6, 2_100_000),
+        (1e17, 10**17),
         (4096, 4096),
         (" 16ki ", 16_384),
     ],
 )
 def test_counts_as_typed(typed, count):
     assert parse_count(typed) == count
+
+
+@pytest.mark.parametrize("typed", ["99999999999999999999", "1e30", 1e30, "1e9999", "9" * 5000])
+def test_a_count_past_every_use_is_refused_at_once(typed):
+    with pytest.raises(ValueError, match=r"must be at most 9,223,372,036,854,775,807"):
+        parse_count(typed)
 
 
 def test_two_decimals_of_a_million_are_exact():

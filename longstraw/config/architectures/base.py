@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from longstraw.config.checks import ConfigError, at_least, choose
+from longstraw.config.checks import POSITIONS, SIZE, ConfigError, check_ranges, choose, number
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -23,26 +23,23 @@ class RopeScaling:
     """
 
     rope_type: str = "yarn"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None  # None: the model's max_position_embeddings
-    attention_factor: float | None = None  # yarn: multiplies cos and sin; None: 0.1 ln(factor) + 1
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
+    factor: float = number(1.0, 1, 2**20)
+    original_max_position_embeddings: int | None = number(None, 1, POSITIONS)  # None: the model's
+    attention_factor: float | None = number(None, 0, 1000, above=True)  # yarn: of cos and sin; None: see attention
+    beta_fast: float = number(32.0, 0, 2**20, above=True)  # yarn
+    beta_slow: float = number(1.0, 0, 2**20, above=True)  # yarn
     truncate: bool = True  # yarn: widen the ramp to whole dimensions
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
+    low_freq_factor: float = number(1.0, 0, 2**20, above=True)  # llama3
+    high_freq_factor: float = number(4.0, 0, 2**20, above=True)  # llama3
 
     def __post_init__(self) -> None:
         choose("model.rope_scaling.rope_type", self.rope_type, tuple(_SCALING_KEYS))
-        at_least("model.rope_scaling.factor", self.factor, 1)
-        if math.isinf(self.factor):
-            raise ConfigError("model.rope_scaling.factor=inf must be finite")
-        at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        check_ranges(self, "model.rope_scaling")
         if self.attention_factor is not None and self.rope_type != "yarn":
             raise ConfigError(f"model.rope_scaling.attention_factor belongs to yarn, not to {self.rope_type}")
-        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
-                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be above 0 and below "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
 
@@ -67,7 +64,6 @@ _SCALING_KEYS = {  # what transformers reads of each kind
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-_MAY_BE_0 = ("first_k_dense_replace", "index_skip_topk_offset")
 
 
 @dataclass
@@ -90,21 +86,18 @@ class ModelConfig:
     hidden_size: int = MISSING
     intermediate_size: int = MISSING
     num_hidden_layers: int = MISSING
-    max_position_embeddings: int = MISSING  # the native length
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    rope_theta: float = MISSING
+    max_position_embeddings: int = number(MISSING, 1, POSITIONS)  # the native length
+    rms_norm_eps: float = number(1e-6, 0, 1)
+    initializer_range: float = number(0.02, 0, 100)  # beyond, the first norm's sum of squares overflows
+    rope_theta: float = number(MISSING, 1, 1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
-    chunk: int = 16384  # defaults of the run's keys of the same names
-    response_length: int = 8192
+    chunk: int = number(16384, 1, POSITIONS)  # defaults of the run's keys of the same names
+    response_length: int = number(8192, 1, POSITIONS)
     default_adapter: str = "none"  # what adapter=auto stands for
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            if type(value) is int:
-                at_least(f"model.{key}", value, 0 if key in _MAY_BE_0 else 1)
-        at_least("model.rope_theta", self.rope_theta, 1)
+        check_ranges(self, "model", SIZE)
         choose("model.dtype", self.dtype, DTYPES)
         choose("model.rope_angles", self.rope_angles, ("float32", "float64"))
         if self.rope_scaling.factor != 1 and self.rope_scaling.original_max_position_embeddings is None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from longstraw.config.architectures.base import ModelConfig
-from longstraw.config.checks import ConfigError, choose
+from longstraw.config.checks import ConfigError, choose, number
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Glm52Config(ModelConfig):
     adapter_targets: ClassVar[tuple[str, ...]] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
     architecture: str = "glm_5_2"
-    rms_norm_eps: float = 1e-5
-    latent_norm_eps: float | None = None  # of the two latent norms; None: rms_norm_eps. transformers has 1e-6
+    rms_norm_eps: float = number(1e-5, 0, 1)
+    latent_norm_eps: float | None = number(None, 0, 1)  # None: rms_norm_eps; transformers has 1e-6
     num_attention_heads: int = MISSING
     num_key_value_heads: int | None = None  # as many as heads: transformers' file says it, latents have none
     q_lora_rank: int = MISSING
@@ -47,16 +47,16 @@ class Glm52Config(ModelConfig):
     index_head_dim: int = MISSING
     index_topk: int = MISSING
     index_topk_freq: int = 1  # these two have transformers' defaults: an indexer in every layer
-    index_skip_topk_offset: int = 2
+    index_skip_topk_offset: int = number(2, 0, 2**24)
     indexer_types: list[str] | None = None
-    first_k_dense_replace: int = 3
+    first_k_dense_replace: int = number(3, 0, 2**24)
     mlp_layer_types: list[str] | None = None
     n_routed_experts: int = MISSING
     n_shared_experts: int = 1
     num_experts_per_tok: int = MISSING
     moe_intermediate_size: int = MISSING
     norm_topk_prob: bool = True
-    routed_scaling_factor: float = 2.5
+    routed_scaling_factor: float = number(2.5, 0, 1000)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from longstraw.config.architectures.base import ModelConfig
-from longstraw.config.checks import ConfigError
+from longstraw.config.checks import ConfigError, number
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Qwen36Config(ModelConfig):
     num_attention_heads: int = MISSING
     num_key_value_heads: int = MISSING
     head_dim: int = MISSING
-    partial_rotary_factor: float = 0.25
+    partial_rotary_factor: float = number(0.25, 0, 1, above=True)
     linear_num_key_heads: int = MISSING
     linear_num_value_heads: int = MISSING
     linear_key_head_dim: int = MISSING

@@ -1,0 +1,65 @@
+"""What a job needs beyond its configuration, looked at before any job starts: packages, data, checkpoints; no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from longstraw.config import CheckpointConfig, ConfigError, RunConfig
+from longstraw.config.hf_files import check_adapter, check_weights
+from longstraw.data import check_data, tokenizer_folder
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise ``ConfigError`` or ``OSError`` for what ``config``, its mode resolved, names and a job could not use.
+
+    Of files no more than beginnings and headers are read; the job checks the rest.
+    """
+    if config.adapter.name == "lora" and config.adapter.checkpoint is not None:
+        check_adapter(config.adapter.checkpoint)
+    if config.mode == "run":  # else weights and data are made up
+        if config.model.checkpoint is not None:
+            check_weights(config.model.checkpoint)
+        check_data(config)
+    if config.hardware.python is None:  # another Python has packages of its own
+        _check_packages(config)
+
+
+def _check_packages(config: RunConfig) -> None:
+    """Raise ``ConfigError`` with the command that installs what is missing; nothing is imported."""
+    wanted = {}
+    if config.adapter.name == "lora":
+        wanted["peft"] = ("adapter=lora", "pip install peft")
+    if config.mode == "run" and tokenizer_folder(config) is not None:
+        wanted["transformers"] = (f"the tokenizer in {tokenizer_folder(config)}", "pip install transformers")
+    if config.hardware.backend == "cuda" and config.mode in ("run", "emulate"):
+        wanted["triton"] = ("hardware.backend=cuda", "pip install 'longstraw[gpu]'")
+    for package, (why, command) in wanted.items():
+        if not is_installed(package):
+            raise ConfigError(f"{why} needs {package}, which is not installed: {command}")
+
+
+def is_installed(package: str) -> bool:
+    """Return whether ``package`` can be found; it is not imported."""
+    try:
+        return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: sys.modules[package] is None
+        return False
+
+
+def without_effect(config: RunConfig) -> str | None:
+    """Return one line that names keys which do nothing in a job's resolved mode, or None."""
+    played, detached = config.mode != "run", config.prompt_grad == "detached"
+    without = {
+        f"mode={config.mode}": {"save": played and config.save, "checkpoint.*": played and _is_set(config.checkpoint)},
+        "prompt_grad=detached": {
+            "prompt_grad_window": detached and config.prompt_grad_window is not None,
+            "state.gradient_dtype": detached and config.state.gradient_dtype is not None,
+        },
+    }
+    said = {where: ", ".join(key for key, given in keys.items() if given) for where, keys in without.items()}
+    return "; ".join(f"{keys}: no effect with {where}" for where, keys in said.items() if keys) or None
+
+
+def _is_set(checkpoint: CheckpointConfig) -> bool:
+    return checkpoint != CheckpointConfig()
