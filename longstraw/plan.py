@@ -156,7 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         typed = parse(arguments)
         configs = list(cases(typed))
         if not is_predicted(configs[0]):
-            raise ConfigError(f"hardware={configs[0].hardware.name}: there are no formulas for several ranks on CPUs")
+            model, hardware = configs[0].model, configs[0].hardware.name
+            raise ConfigError(
+                f"hardware={hardware}: there are no formulas for several ranks on CPUs, for dtypes but bfloat16 on GPUs, "
+                f"or for some families ({model.name} is {model.architecture}); mode=simulate counts any run"
+            )
         made = table(typed, configs)
     except (ValueError, OSError) as error:
         print(f"longstraw.plan: {error}", file=sys.stderr)

@@ -43,15 +43,17 @@ def rotate_pairs(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
 def _frequencies(width: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the angle a position [width/2]."""
     dimensions = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype)
-    plain = 1.0 / theta ** (dimensions / width)
+    period = theta ** (dimensions / width)
     if scaling.factor == 1:
-        return plain
+        return 1.0 / period
     if scaling.rope_type == "linear":
-        return plain / scaling.factor
-    return (_llama3 if scaling.rope_type == "llama3" else _yarn)(dimensions, plain, theta, scaling)
+        return 1.0 / period / scaling.factor
+    if scaling.rope_type == "llama3":
+        return _llama3(1.0 / period, scaling)
+    return _yarn(dimensions, period, theta, scaling)
 
 
-def _yarn(dimensions: Tensor, plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def _yarn(dimensions: Tensor, period: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Slow frequencies down as Peng et al. 2023 (arXiv 2309.00071) do.
 
     Dimensions that turn more than ``beta_fast`` times over the native length stay, those that turn less than
@@ -69,10 +71,10 @@ def _yarn(dimensions: Tensor, plain: Tensor, theta: float, scaling: RopeScaling)
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = ((dimensions / 2 - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain / scaling.factor * ramp + plain * (1 - ramp)
+    return 1.0 / (scaling.factor * period) * ramp + 1.0 / period * (1 - ramp)
 
 
-def _llama3(dimensions: Tensor, plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow frequencies down as Llama 3.1 does.
 
     Those with at least ``high_freq_factor`` wavelengths in the native length stay, those with at most
@@ -81,5 +83,6 @@ def _llama3(dimensions: Tensor, plain: Tensor, theta: float, scaling: RopeScalin
     native = scaling.original_max_position_embeddings
     assert native is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    ramp = ((native * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    turns = native / (2 * math.pi / plain)
+    ramp = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - ramp) * plain / scaling.factor + ramp * plain

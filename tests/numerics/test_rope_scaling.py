@@ -61,6 +61,26 @@ def test_cos_and_sin_are_theirs(factor, start):
     assert scale == rotary.attention_scaling == pytest.approx(0.1 * math.log(factor) + 1)
 
 
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("start", [0, 131_000, 2_000_000])
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, LLAMA3], ids=lambda x: x["rope_type"])
+def test_cos_and_sin_of_other_scalings_are_theirs(scaling, start):
+    scaling = scaling | {"factor": 8.0}
+    rope = scaling | {"rope_theta": 5e5} | ({"original_max_position_embeddings": 8192} if len(scaling) > 2 else {})
+    config = load_model_config("llama_3_1_8b", rope_scaling=scaling | {"original_max_position_embeddings": 8192})
+    theirs = transformers.LlamaConfig(head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    cos, sin = (f[0, :, :64] for f in rotary(torch.zeros(1), torch.arange(start, start + 50)[None]))
+    ours = angles(config, start, 50)
+    assert config.rope_scaling.attention == rotary.attention_scaling == 1.0
+    assert torch.equal(ours.cos(), cos)
+    assert torch.equal(ours.sin(), sin)
+    config.rope_scaling.factor = 9.0
+    assert not torch.equal(angles(config, start + 1, 50).cos()[:-1], cos[1:])
+
+
 def test_the_comparison_can_fail():
     """Another ramp, or no scaling of cos and sin, is seen."""
     config = load_model_config("qwen3_6_27b", rope_scaling={"factor": 4.0})
