@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_predicted(configs[0]):
             model, hardware = configs[0].model, configs[0].hardware.name
             raise ConfigError(
-                f"hardware={hardware}: there are no formulas for several ranks on CPUs, for dtypes but bfloat16 on GPUs, "
+                f"hardware={hardware}: there are no formulas for several ranks on CPUs, for dtypes but bfloat16 on GPU "
                 f"or for some families ({model.name} is {model.architecture}); mode=simulate counts any run"
             )
         made = table(typed, configs)
