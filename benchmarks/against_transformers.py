@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import Group, advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model, load_model
 from longstraw.models.hf_weights import save_model
@@ -57,10 +57,10 @@ def transformers_step(model: Any, group: Group, branches: int) -> tuple[float, l
         assert group.old_logprobs is not None
         branch_loss(
             logprobs,
-            advantage=advantages(group.rewards)[i],
-            algorithm=algorithm,
-            denominator=weights[i],
-            old_logprobs=group.old_logprobs[i],
+            BranchTerms(
+                advantage=advantages(group.rewards)[i], denominator=weights[i], old_logprobs=group.old_logprobs[i]
+            ),
+            algorithm,
         ).loss.backward()
         scored.append(logprobs.detach())
     return (time.perf_counter() - begun) / branches * len(group.responses), scored

@@ -46,6 +46,7 @@ from longstraw.layers.latent import Indexer, LatentAttention
 from longstraw.models import build_model
 from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
+from longstraw.ops.host_offload import RetainedRows
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
 from longstraw.parallel.parallel_dims import resolve_dims
@@ -146,7 +147,7 @@ class Bench:
         new = self._draw(self.chunk, heads, width), *(self._draw(self.chunk, groups, width) for _ in range(2))
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, *past, *sums, scale=width**-0.5, parts=self.ops.attention)
+            return attend(q, k, v, RetainedRows(past, sums), scale=width**-0.5, parts=self.ops.attention)
 
         flops = 4.0 * heads * width * self.chunk * (self.rows + self.chunk / 2)
         size = 2.0 * (2 * new[0].numel() + 2 * (self.rows + self.chunk) * groups * width)
@@ -183,7 +184,7 @@ class Bench:
         )
 
         def call(q: Tensor, row: Tensor, rotary: Tensor) -> Tensor:
-            return attend_rows(q, row, rotary, rows, past, sums, scale=0.06, ops=self.ops.latent)[0]
+            return attend_rows(q, (row, rotary), rows, RetainedRows(past, sums), scale=0.06, ops=self.ops.latent)[0]
 
         flops = 2.0 * config.num_attention_heads * (2 * latent + rope) * rows.numel()
         size = 2.0 * (2 * new[0].numel() + rows.numel() * (latent + rope))

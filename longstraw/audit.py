@@ -36,7 +36,7 @@ from longstraw.config import (
     gradient_start,
 )
 from longstraw.config.settings import parse_settings
-from longstraw.grpo import Group, advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.state import Past
@@ -172,7 +172,7 @@ def whole(model: Decoder, group: Group, first: int) -> Run:
     for response, old, advantage, denominator in weights:
         lp = _whole_logprobs(model, group, response, first)
         branch = branch_loss(
-            lp, advantage=advantage, algorithm=ALGORITHM, denominator=denominator, old_logprobs=old.to(lp.device)
+            lp, BranchTerms(advantage=advantage, denominator=denominator, old_logprobs=old.to(lp.device)), ALGORITHM
         )
         branch.loss.backward()
         losses.append(float(branch.loss.detach()))

@@ -223,27 +223,32 @@ class BranchLoss:
     statistics: Statistics
 
 
-def branch_loss(
-    logprobs: Tensor,
-    *,
-    advantage: float,
-    algorithm: AlgorithmConfig,
-    denominator: float,
-    old_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> BranchLoss:
+@dataclass(frozen=True)
+class BranchTerms:
+    """What the loss of one response is made of beside its log-probabilities; tensors are [R] and carry no graph.
+
+    Without ``old_logprobs`` the response counts as drawn from this very policy: a ratio of 1 with the policy's
+    gradient. What stands where the mask is False is never read, NaN included.
+    """
+
+    advantage: float
+    denominator: float
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig) -> BranchLoss:
     """Return one response's share of its group's loss; the shares of a group add up to the group's loss.
 
-    ``logprobs`` [R] carry the graph; ``old_logprobs``, ``reference_logprobs`` and ``mask`` are [R] and do not. Without
-    ``old_logprobs`` the responses count as drawn from this very policy: a ratio of 1 with the policy's gradient.
-    Computed in at least float32. What stands where the mask is False is never read, NaN included.
-    No tensor's value is read. Raises ``ValueError`` if a KL is asked for without a reference.
+    ``logprobs`` [R] carry the graph. Computed in at least float32. No tensor's value is read. Raises ``ValueError`` if
+    a KL is asked for without a reference.
     """
+    advantage, old_logprobs, reference_logprobs = terms.advantage, terms.old_logprobs, terms.reference_logprobs
     if algorithm.kl_coef and reference_logprobs is None:
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs the log-probabilities of a reference; pass them or set 0")
     lp = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
-    keep = torch.ones_like(lp, dtype=torch.bool) if mask is None else mask
+    keep = torch.ones_like(lp, dtype=torch.bool) if terms.mask is None else terms.mask
     tokens = keep.sum()
 
     old = lp if old_logprobs is None else old_logprobs
@@ -261,7 +266,7 @@ def branch_loss(
         per_token = per_token + algorithm.kl_coef * per_token_kl
         kl = per_token_kl.detach().sum()
 
-    loss = _kept(per_token, keep).sum() / denominator
+    loss = _kept(per_token, keep).sum() / terms.denominator
     return BranchLoss(loss, Statistics(tokens, (clipped & keep).sum(), kl))
 
 
@@ -289,16 +294,8 @@ def branch_losses(
         each(group.loss_masks),
         strict=True,
     )
-    for advantage, denominator, old, reference, mask in parts:
-        yield partial(
-            branch_loss,
-            advantage=advantage,
-            algorithm=algorithm,
-            denominator=denominator,
-            old_logprobs=old,
-            reference_logprobs=reference,
-            mask=mask,
-        )
+    for terms in parts:
+        yield partial(branch_loss, terms=BranchTerms(*terms), algorithm=algorithm)
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:

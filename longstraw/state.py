@@ -8,7 +8,7 @@ their gradient goes. The state of a prompt is immutable while branches run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
 from longstraw.ops.host_sync import equal_bits
+from longstraw.ops.past import Past
 
 Tensors = dict[str, Tensor]
 
@@ -36,48 +36,6 @@ class RowStorage:
 
 
 DEFAULT_STORAGE = RowStorage()
-
-
-class Past:
-    """What earlier positions left for one layer to read, and how the positions that read it lie.
-
-    Deliberately no container that PyTorch's pytrees know: module hooks must neither cast these tensors nor hold them.
-    ``rows(name)`` are retained rows wherever they lie, for operations that bring them to the device; ``grad(name)`` is
-    the buffer for the gradient of the last of them, or None where they are constants.
-    ``positions`` earlier ones there are; ``spans`` are those whose rows are here, where rows there are. ``chunk`` is
-    set by the model that evaluates new positions; None: all of them are here.
-    """
-
-    __slots__ = ("_grads", "_tensors", "chunk", "positions", "spans")
-
-    def __init__(
-        self,
-        positions: int,
-        tensors: Mapping[str, Rows],
-        grads: Mapping[str, Rows] | None = None,
-        spans: tuple[tuple[int, int], ...] | None = None,
-    ):
-        self.positions = positions
-        self.spans = ((0, positions),) if spans is None else spans
-        self.chunk: Chunk | None = None
-        self._tensors, self._grads = tensors, grads or {}
-
-    @property
-    def first(self) -> int:
-        """The position of the first new one that is evaluated here."""
-        return self.positions + (self.chunk.start if self.chunk is not None else 0)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if isinstance(tensor, HostRows):
-            raise TypeError(f"{name} lies in host memory: take rows({name!r}), which operations bring to the device")
-        return tensor
-
-    def rows(self, name: str) -> Rows:
-        return self._tensors[name]
-
-    def grad(self, name: str) -> Rows | None:
-        return self._grads.get(name)
 
 
 class RetainedState(Protocol):
@@ -139,7 +97,7 @@ class Appended:
         self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
         self._layer = -1 if self._staging is None else self._staging.add(self._rows)
         self._grad_from = grad_from
-        self.loss_metrics = [name for name in rows if name not in frozen]
+        self._trained = [name for name in rows if name not in frozen]
         self._grads: Tensors = {}
 
     def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
@@ -177,7 +135,7 @@ class Appended:
         return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in owed.items()}
 
     def freeze(self) -> None:
-        self.loss_metrics = []
+        self._trained = []
 
     def num_bytes(self) -> dict[str, int]:
         return {name: rows.nbytes for name, rows in self._rows.items()}
@@ -193,7 +151,7 @@ class Appended:
     def _buffers(self) -> Tensors:
         """The gradient buffers, made when the first branch asks: the prompt's prefill runs without them."""
         if not self._grads:
-            for name in self.loss_metrics:
+            for name in self._trained:
                 rows = self._rows[name]
                 shape = (len(rows) - self._held(self._grad_from or 0), *rows.shape[1:])
                 self._grads[name] = self._empty(shape, self._gradient_dtype).zero_()

@@ -8,7 +8,7 @@ from helpers import oracle
 from torch.nn import functional as F
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models import build_model
 from longstraw.ops.latent import reference
 from longstraw.ops.sequence_ops import Local
@@ -50,11 +50,15 @@ def glm_oracle(model, group, algorithm=None, *, border=0):
 def plain_glm_ops(model):
     """Replace the choice of rows, the attention over them and the experts by plain ones on whole tensors."""
     with (
-        mock.patch.object(Local, "select_rows", lambda *x, positions, spans, chunk, **kw: plain_select(*x[1:], **kw)),
+        mock.patch.object(Local, "select_rows", _select),
         mock.patch("longstraw.ops.sequence_ops.attend_rows", plain_attend_rows),
         mock.patch("longstraw.ops.sequence_ops.mix_experts", plain_experts),
     ):
         yield
+
+
+def _select(self, q, weights, key, past, count, *, scale):
+    return plain_select(q, weights, past.rows("index_key"), key, count, scale=scale)
 
 
 def plain_select(q, weights, past_key, key, count, *, scale):
@@ -68,9 +72,10 @@ def plain_select(q, weights, past_key, key, count, *, scale):
     return best.masked_fill(future.gather(1, best), -1).sort(-1).values.int()
 
 
-def plain_attend_rows(q, latent, rope_key, rows, past, past_grads=None, *, scale, ops=None):
+def plain_attend_rows(q, new, rows, past, *, scale, ops=None):
     """Join past and new, and take the softmax of the whole score matrix with all but the chosen rows hidden."""
-    latents, keys = torch.cat([past[0], latent]), torch.cat([torch.cat(past, -1), torch.cat([latent, rope_key], -1)])
+    latents = torch.cat([past.rows[0], new[0]])
+    keys = torch.cat([torch.cat(past.rows, -1), torch.cat(new, -1)])
     chosen = torch.zeros(len(q), len(keys) + 1, dtype=torch.bool).scatter_(1, rows.long() % (len(keys) + 1), True)
     scores = torch.einsum("thc,sc->ths", q, keys) * scale
     scores = scores.masked_fill(~chosen[:, None, :-1], -torch.inf)
@@ -158,7 +163,7 @@ def hf_step(model, group, algorithm=None):
         logits = model(tokens[None], use_cache=False).logits[0, len(group.prompt) - 1 :]
         lp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         branch = branch_loss(
-            lp, advantage=advantage, algorithm=algorithm, denominator=denominator, old_logprobs=old
+            lp, BranchTerms(advantage=advantage, denominator=denominator, old_logprobs=old), algorithm
         ).loss
         branch.backward()
         loss += branch.detach()

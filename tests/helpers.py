@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import Group, advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
 from longstraw.models import build_model
 from longstraw.ops.delta import reference as delta
 from longstraw.ops.sequence_ops import Local
@@ -88,12 +88,14 @@ def oracle(model, group, algorithm=None, *, reference=None, border=0):
             lp = _whole_sequence(model, group.prompt, response, border)
             branch = branch_loss(
                 lp,
-                advantage=advantage,
-                algorithm=algorithm,
-                denominator=denominator,
-                old_logprobs=old,
-                reference_logprobs=_reference_logprobs(reference, group.prompt, response),
-                mask=mask,
+                BranchTerms(
+                    advantage=advantage,
+                    denominator=denominator,
+                    old_logprobs=old,
+                    reference_logprobs=_reference_logprobs(reference, group.prompt, response),
+                    mask=mask,
+                ),
+                algorithm,
             ).loss
             branch.backward()
             loss += branch.detach()
@@ -132,12 +134,11 @@ def plain_ops(model):
         yield
 
 
-def plain_attend(q, k, v, past_key, past_value, key_grad=None, value_grad=None, *, scale, parts=None):
+def plain_attend(q, k, v, past, *, scale, parts=None):
     """Join past and new and take the softmax of the whole score matrix."""
-    count, past = len(q), len(past_key)
-    keys, values = (
-        torch.cat(x).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in ((past_key, k), (past_value, v))
-    )
+    joined = (torch.cat(x) for x in zip(past.rows, (k, v), strict=True))
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in joined)
+    count, past = len(q), len(past.rows[0])
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     hidden = torch.arange(past + count) > torch.arange(past, past + count)[:, None]
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

@@ -18,6 +18,7 @@ from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.layers.rotary import rotary_angles, rotate
 from longstraw.ops import Ops
 from longstraw.ops.attention import attend
+from longstraw.ops.host_offload import RetainedRows
 from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
 Norm = Callable[[int, float], nn.Module]  # from width and eps
@@ -85,15 +86,7 @@ class Attention(nn.Module):
         update = self.update(x, past, angles)
         query, gate = self._query(x)
         query = rotate(self.q_norm(query), angles, self.config.rope_scaling.attention)
-        out = self.ops.context.attend(
-            query,
-            update["key"],
-            update["value"],
-            (past.rows("key"), past.rows("value")),
-            (past.grad("key"), past.grad("value")),
-            scale=self.head_dim**-0.5,
-            chunk=past.chunk,
-        )
+        out = self.ops.context.attend(query, update["key"], update["value"], past, scale=self.head_dim**-0.5)
         out = out if gate is None else out * gate.sigmoid()
         return self.o_proj(out.flatten(1)), update
 
@@ -122,10 +115,10 @@ class Attention(nn.Module):
             buffers = {key: x.clone() for key, x in before.items()}
 
             def call(leaves: Tensors) -> Tensors:
-                past = (leaves["retained key"], leaves["retained value"])
-                scale = width**-0.5
+                rows = (leaves["retained key"], leaves["retained value"])
+                past = RetainedRows(rows, (buffers["retained key"], buffers["retained value"]))
                 new = (leaves["q"], leaves["k"], leaves["v"])
-                return {"output": attend(*new, *past, *buffers.values(), scale=scale, parts=ops.attention)}
+                return {"output": attend(*new, past, scale=width**-0.5, parts=ops.attention)}
 
             results = differentiated(tensors, ("q", "k", "v"), call)
             return results | {f"gradient of {key}": x - before[key] for key, x in buffers.items()}
@@ -139,12 +132,10 @@ class Attention(nn.Module):
     def _angles(self, x: Tensor, past: Past) -> Tensor:
         config = self.config
         return rotary_angles(
-            past.first,
-            len(x),
+            past.new_positions(len(x), x.device),
             config.rotary_dim,
             config.rope_theta,
             dtype=getattr(torch, config.rope_angles),
-            device=x.device,
             scaling=config.rope_scaling,
         )
 

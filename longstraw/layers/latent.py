@@ -20,6 +20,7 @@ from longstraw.layers.norm import RMSNorm
 from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.layers.rotary import rotary_angles, rotate_pairs
 from longstraw.ops import Ops
+from longstraw.ops.host_offload import RetainedRows
 from longstraw.ops.latent import attend_rows
 from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
@@ -46,17 +47,7 @@ class Indexer(nn.Module):
         query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
         inner = torch.promote_types(x.dtype, torch.float32)
         weights = F.linear(x.to(inner), self.weights_proj.weight.to(inner)) * self.heads**-0.5
-        return self.ops.context.select_rows(
-            query,
-            weights,
-            past.rows("index_key"),
-            key,
-            self.count,
-            scale=self.head_dim**-0.5,
-            positions=past.positions,
-            spans=past.spans,
-            chunk=past.chunk,
-        )
+        return self.ops.context.select_rows(query, weights, key, past, self.count, scale=self.head_dim**-0.5)
 
     @torch.no_grad()
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
@@ -130,16 +121,9 @@ class LatentAttention(nn.Module):
         key_up, value_up = up.split([self.widths[0], self.config.v_head_dim], 1)
         plain, turned = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split(self.widths, -1)
         absorbed = torch.einsum("thn,hnc->thc", plain.to(up.dtype), key_up).to(x.dtype)
-        out = self.ops.context.attend_rows(
-            torch.cat([absorbed, angles.turn(turned)], -1),
-            update["latent"],
-            update["rope_key"],
-            rows,
-            (past.rows("latent"), past.rows("rope_key")),
-            (past.grad("latent"), past.grad("rope_key")),
-            scale=self.scale,
-            chunk=past.chunk,
-        )
+        query = torch.cat([absorbed, angles.turn(turned)], -1)
+        new = (update["latent"], update["rope_key"])
+        out = self.ops.context.attend_rows(query, new, rows, past, scale=self.scale)
         values = torch.einsum("thc,hvc->thv", out.to(up.dtype), value_up).to(x.dtype)
         return self.o_proj(values.flatten(1)), update, rows
 
@@ -177,11 +161,10 @@ class LatentAttention(nn.Module):
             buffers = [x.clone() for x in before.values()]
 
             def call(leaves: Tensors) -> Tensors:
-                past = (leaves["retained latent"], leaves["retained rotary key"])
-                new = (leaves["q"], leaves["latent"], leaves["rotary key"])
-                return {
-                    "output": attend_rows(*new, chosen, past, (buffers[0], buffers[1]), scale=scale, ops=ops.latent)[0]
-                }
+                rows = (leaves["retained latent"], leaves["retained rotary key"])
+                past = RetainedRows(rows, (buffers[0], buffers[1]))
+                new = (leaves["latent"], leaves["rotary key"])
+                return {"output": attend_rows(leaves["q"], new, chosen, past, scale=scale, ops=ops.latent)[0]}
 
             results = differentiated(tensors, ("q", "latent", "rotary key"), call)
             return results | {f"gradient of {key}": x - before[key] for key, x in zip(before, buffers, strict=True)}
@@ -195,16 +178,16 @@ class LatentAttention(nn.Module):
         return few + most * (max(end, most) - max(start, most))
 
     def _angles(self, x: Tensor, past: Past) -> Angles:
-        return Angles(self.config, past.first, len(x), x.device)
+        return Angles(self.config, past.new_positions(len(x), x.device))
 
 
 class Angles:
     """The rotary angles of some positions."""
 
-    def __init__(self, config: Glm52Config, start: int, count: int, device: torch.device):
+    def __init__(self, config: Glm52Config, positions: Tensor):
         dtype = getattr(torch, config.rope_angles)
         width, theta, scaling = config.qk_rope_head_dim, config.rope_theta, config.rope_scaling
-        self.angles = rotary_angles(start, count, width, theta, dtype=dtype, device=device, scaling=scaling)
+        self.angles = rotary_angles(positions, width, theta, dtype=dtype, scaling=scaling)
         self.scale = scaling.attention
 
     def turn(self, x: Tensor) -> Tensor:

@@ -13,21 +13,13 @@ UNSCALED = RopeScaling()
 
 
 def rotary_angles(
-    start: int,
-    count: int,
-    width: int,
-    theta: float,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    scaling: RopeScaling = UNSCALED,
+    positions: Tensor, width: int, theta: float, *, dtype: torch.dtype, scaling: RopeScaling = UNSCALED
 ) -> Tensor:
-    """Return the angles [T, width/2] of positions ``start`` to ``start + count``, formed in ``dtype``.
+    """Return the angles [T, width/2] of integer ``positions`` [T], formed in ``dtype``.
 
     Float32 is what transformers does; at two million positions its angles are off by 0.07 rad, float64's are not.
     """
-    positions = torch.arange(start, start + count, device=device).to(dtype)
-    return torch.outer(positions, _frequencies(width, theta, scaling, dtype, device))
+    return torch.outer(positions.to(dtype), _frequencies(width, theta, scaling, dtype, positions.device))
 
 
 def rotate(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +57,29 @@ class HostRows:
 
 
 Rows = Tensor | HostRows
-PastRows = tuple[Rows, Rows]
-PastBuffers = tuple[Rows | None, Rows | None]
+
+
+class RetainedRows(NamedTuple):
+    """The two kinds of rows [P, ...] that a layer reads, and buffers for the gradient of the last of them.
+
+    A backward adds into the buffers, in at least float32. Where a buffer is None the rows are constants.
+    """
+
+    rows: tuple[Rows, Rows]
+    grads: tuple[Rows | None, Rows | None] = (None, None)
+
+
+class QueryGradients(NamedTuple):
+    """What the backward of one part of an attention reads of the queries.
+
+    The gradient of the output, the queries, and output and log-sum-exp of the whole attention, over all parts: then the
+    parts' gradients simply add up.
+    """
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 @dataclass

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from longstraw.ops.attention import AttentionParts, attend
 from longstraw.ops.chunk import Chunk
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
 from longstraw.ops.latent import LatentOps, attend_rows
 from longstraw.ops.logprob import TokenLogits, token_logprobs
 from longstraw.ops.moe import MoeOps, mix_experts
+from longstraw.ops.past import Past
 
 Sections = Sequence[tuple[int, int]]  # (heads, width) of what stands side by side in the last dimension
-Spans = Sequence[tuple[int, int]]  # runs of positions [start, stop), rising
 
 
 class Context(Protocol):
@@ -32,18 +31,8 @@ class Context(Protocol):
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         """Return the rows [t, d] of ``weight`` [V, d] for this process's part of ``tokens`` [count]."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        """Attend as ``ops.attention.attend`` does."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
+        """Attend as ``ops.attention.attend`` does, to the retained ``key`` and ``value`` too."""
 
     def to_heads(
         self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None
@@ -56,38 +45,14 @@ class Context(Protocol):
     def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
         """Return the part of ``weight`` [C, ...] that belongs to own heads."""
 
-    def select_rows(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        past_key: Rows,
-        key: Tensor,
-        count: int,
-        *,
-        scale: float,
-        positions: int,
-        spans: Spans,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        """Choose rows as ``ops.latent.reference.select_rows`` does; ``positions`` precede
-        the chunk, ``spans`` are those of the retained keys here.
+    def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
+        """Choose rows as ``ops.latent.reference.select_rows`` does, of the retained ``index_key`` and of ``key``.
 
         What comes back is for ``attend_rows`` to read.
         """
 
-    def attend_rows(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
-        rows: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        """Attend to chosen rows as ``ops.latent.attend_rows`` does."""
+    def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
+        """Attend to chosen rows, retained and ``new`` (latent, rope_key), as ``ops.latent.attend_rows`` does."""
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Mix experts as ``ops.moe.mix_experts`` does."""
@@ -107,18 +72,8 @@ class Local:
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         return F.embedding(tokens, weight)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        return attend(q, k, v, *past, *past_grads, scale=scale, parts=self._attention)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
+        return attend(q, k, v, past.pair("key", "value"), scale=scale, parts=self._attention)
 
     def to_heads(
         self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None
@@ -131,34 +86,11 @@ class Local:
     def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
         return weight
 
-    def select_rows(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        past_key: Rows,
-        key: Tensor,
-        count: int,
-        *,
-        scale: float,
-        positions: int,
-        spans: Spans,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        return self._latent.select_rows(q, weights, past_key, key, count, scale=scale)
+    def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
+        return self._latent.select_rows(q, weights, past.rows("index_key"), key, count, scale=scale)
 
-    def attend_rows(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
-        rows: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        return attend_rows(q, latent, rope_key, rows, past, past_grads, scale=scale, ops=self._latent)[0]
+    def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
+        return attend_rows(q, new, rows, past.pair("latent", "rope_key"), scale=scale, ops=self._latent)[0]
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return mix_experts(x, chosen, weights, gate_up, down, ops=self._moe)

@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from longstraw.ops import Ops
 from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
 from longstraw.ops.chunk import Chunk
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
-from longstraw.ops.sequence_ops import Sections, Spans
+from longstraw.ops.host_offload import QueryGradients, RetainedRows
+from longstraw.ops.past import Past
+from longstraw.ops.sequence_ops import Sections
 from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
 from longstraw.parallel.expert_parallel import ExpertGroup
-from longstraw.parallel.latent_context_parallel import attend_rows, select_rows
+from longstraw.parallel.latent_context_parallel import SpreadLatent, attend_rows, select_rows
 from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
 
 
@@ -43,19 +44,10 @@ class ContextParallel:
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         return embed(tokens, weight, self._group)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        assert chunk is not None
-        return _SpreadAttention.apply(q, k, v, past, past_grads, scale, chunk, self._group, self._ops.attention)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
+        assert past.chunk is not None
+        spread = (self._group, self._ops.attention)
+        return _SpreadAttention.apply(q, k, v, past.pair("key", "value"), scale, past.chunk, spread)
 
     def to_heads(self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None) -> list[Tensor]:
         """Send all tensors in one exchange: side by side in columns, a column a rank."""
@@ -79,59 +71,11 @@ class ContextParallel:
         parts = weight.split([heads * width for heads, width in sections])
         return torch.cat([part.unflatten(0, (self.ranks, -1))[self._group.rank] for part in parts])
 
-    def select_rows(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        past_key: Rows,
-        key: Tensor,
-        count: int,
-        *,
-        scale: float,
-        positions: int,
-        spans: Spans,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        assert chunk is not None
-        return select_rows(
-            q,
-            weights,
-            past_key,
-            key,
-            count,
-            scale=scale,
-            positions=positions,
-            spans=spans,
-            chunk=chunk,
-            group=self._group,
-            ops=self._ops.latent,
-        )
+    def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
+        return select_rows(q, weights, key, past, count, SpreadLatent(self._group, self._ops.latent, scale))
 
-    def attend_rows(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
-        rows: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
-        chunk: Chunk | None,
-    ) -> Tensor:
-        assert chunk is not None
-        return attend_rows(
-            q,
-            latent,
-            rope_key,
-            rows,
-            past,
-            past_grads,
-            scale=scale,
-            chunk=chunk,
-            group=self._group,
-            ops=self._ops.latent,
-        )
+    def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
+        return attend_rows(q, new, rows, past, SpreadLatent(self._group, self._ops.latent, scale))
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return self._experts.mix(x, chosen, weights, local(gate_up), local(down), ops=self._ops.moe)
@@ -149,13 +93,12 @@ class _SpreadAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: PastRows,
-        grads: PastBuffers,
+        past: RetainedRows,
         scale: float,
         chunk: Chunk,
-        group: Group,
-        parts: AttentionParts,
+        spread: tuple[Group, AttentionParts],
     ) -> Tensor:
+        group, parts = spread
         inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
             queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
@@ -171,34 +114,36 @@ class _SpreadAttention(torch.autograd.Function):
             out.mul_((lse - whole).exp_().unsqueeze(-1))
             merged = group.reduce_scatter(by_tokens(out), chunk.count).to(q.dtype)
         ctx.save_for_backward(q, k, v, merged, whole)
-        ctx.past, ctx.grads, ctx.scale, ctx.chunk, ctx.group, ctx.parts = past, grads, scale, chunk, group, parts
+        ctx.past, ctx.scale, ctx.chunk, ctx.spread = past, scale, chunk, spread
         return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        chunk, group, parts, scale = ctx.chunk, ctx.group, ctx.parts, ctx.scale
+        chunk, scale, (group, parts) = ctx.chunk, ctx.scale, ctx.spread
         inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
-            grad = by_heads(group.all_gather(grad, chunk.count).to(operand), k.shape[1])
-            queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
-            out = by_heads(group.all_gather(out, chunk.count).to(operand), k.shape[1])
-            grad_q = torch.zeros_like(queries, dtype=inner)
+            gathered = (group.all_gather(x, chunk.count).to(operand) for x in (grad, q, out))
+            grad, everyones, out = (by_heads(x, k.shape[1]) for x in gathered)
+            queries = QueryGradients(grad, everyones, out, lse)
+            grad_q = torch.zeros_like(queries.q, dtype=inner)
             grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
             for rows, causal in _blocks(chunk):
-                block = (x[:, :, rows].contiguous() for x in (grad, queries))
-                of_block = (x[:, :, rows].contiguous() for x in (out, lse))
                 block_q, block_k, block_v = parts.part_backward(
-                    *block, k.to(operand), v.to(operand), *of_block, causal=causal, scale=scale
+                    QueryGradients(*(x[:, :, rows].contiguous() for x in queries)),
+                    k.to(operand),
+                    v.to(operand),
+                    causal=causal,
+                    scale=scale,
                 )
                 grad_q[:, :, rows] = block_q
                 grad_k += block_k
                 grad_v += block_v
                 del block_q, block_k, block_v
-            past_backward(grad_q, grad, queries, ctx.past, out, lse, ctx.grads, scale=scale, parts=parts)
+            past_backward(grad_q, queries, ctx.past, scale=scale, parts=parts)
             own_q = group.reduce_scatter(by_tokens(grad_q), chunk.count)
-        return own_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None, None, None
+        return own_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
 
 
 def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:

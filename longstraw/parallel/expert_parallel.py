@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longstraw.ops.host_sync import counts, read_counts
-from longstraw.ops.moe import MoeOps, run_experts
+from longstraw.ops.moe import MoeOps, Routed, run_experts
 from longstraw.parallel.collectives import labelled
 
 
@@ -29,21 +29,22 @@ class ExpertGroup:
         order = chosen.flatten().argsort(stable=True)
         token = order // chosen.shape[1]
         sent = counts(chosen, number)
-        arriving = self._told(sent, len(down), x.device)
+        arriving = self._arriving(sent, len(down), x.device)
         splits = [sum(sent[r * len(down) : (r + 1) * len(down)]) for r in range(self.size)], [sum(a) for a in arriving]
         with labelled("experts"):
             given = _Exchange.apply(x[token], self.group, *splits)
             share = _Exchange.apply(weights.flatten()[order], self.group, *splits)
         by_expert, per_expert = _sorted_by_expert(arriving, x.device)
         entries = torch.arange(len(by_expert), device=x.device)
-        made = run_experts(given[by_expert], entries, share[by_expert], per_expert, gate_up, down, ops=ops)
+        routed = Routed(entries, share[by_expert], per_expert)
+        made = run_experts(given[by_expert], routed, gate_up, down, ops=ops)
         back = torch.empty_like(by_expert).scatter_(0, by_expert, entries)
         with labelled("experts"):
             returned = _Exchange.apply(made[back], self.group, *splits[::-1])
         inner = torch.promote_types(x.dtype, torch.float32)
         return torch.zeros_like(x, dtype=inner).index_add(0, token, returned.to(inner)).to(x.dtype)
 
-    def _told(self, sent: list[int], own: int, device: torch.device) -> list[list[int]]:
+    def _arriving(self, sent: list[int], own: int, device: torch.device) -> list[list[int]]:
         """Return how many entries each rank sends to each expert here; [W][E / W]."""
         mine = torch.tensor(sent, device=device)
         received = torch.empty_like(mine)

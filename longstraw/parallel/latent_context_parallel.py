@@ -10,42 +10,41 @@ R width of the rotary key, I index heads, D their width.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.chunk import Chunk
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows
+from longstraw.ops.host_offload import QueryGradients, RetainedRows
 from longstraw.ops.latent import LatentOps
-from longstraw.ops.sequence_ops import Spans
+from longstraw.ops.past import Past
 from longstraw.parallel.collectives import Group, labelled
 
 MERGE_TILE = 2**23  # candidates that are merged together
 
 
-def select_rows(
-    q: Tensor,
-    weights: Tensor,
-    past_key: Rows,
-    key: Tensor,
-    count: int,
-    *,
-    scale: float,
-    positions: int,
-    spans: Spans,
-    chunk: Chunk,
-    group: Group,
-    ops: LatentOps,
-) -> Tensor:
+class SpreadLatent(NamedTuple):
+    """The ranks that hold the rows, a rank's own operations on them, and the scale of scores."""
+
+    group: Group
+    ops: LatentOps
+    scale: float
+
+
+def select_rows(q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, spread: SpreadLatent) -> Tensor:
     """Return the rows here that each of the chunk's queries attends to: int32 [n, K], over (past | new), -1 for none.
 
-    ``q`` [t, I, D], ``weights`` [t, I] and ``key`` [t, D] are of this rank's positions, ``past_key`` [P, D] of those in
-    ``spans``; ``positions`` precede the chunk.
+    ``q`` [t, I, D], ``weights`` [t, I] and ``key`` [t, D] are of this rank's positions, the past's ``index_key`` [P, D]
+    of those in ``past.spans``.
     """
+    chunk, positions, past_key = past.chunk, past.positions, past.rows("index_key")
+    assert chunk is not None
+    group, ops, scale = spread
     count = max(min(count, positions + chunk.count), 1)
-    held = _positions(spans, (positions + chunk.start, positions + chunk.stop), device=q.device)
+    held = _positions(past.spans, (positions + chunk.start, positions + chunk.stop), device=q.device)
     parts = [(past_key, held[: len(past_key)]), (key, held[len(past_key) :])]
     queried = torch.arange(positions, positions + chunk.count, dtype=torch.int32, device=q.device)
     with labelled("selection"):
@@ -59,25 +58,13 @@ def select_rows(
     return here.masked_fill_(~chosen, -1)
 
 
-def attend_rows(
-    q: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
-    rows: Tensor,
-    past: PastRows,
-    past_grads: PastBuffers,
-    *,
-    scale: float,
-    chunk: Chunk,
-    group: Group,
-    ops: LatentOps,
-) -> Tensor:
+def attend_rows(q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, spread: SpreadLatent) -> Tensor:
     """Return the output [t, H, C] of ``q`` [t, H, C + R] over its chosen rows of all ranks.
 
-    ``latent`` [t, C], ``rope_key`` [t, R] and ``past`` are the rows here, ``rows`` [n, K] what ``select_rows`` chose of
-    them for every query of the chunk.
+    ``new`` ([t, C], [t, R]) and the past's ``latent`` and ``rope_key`` are the rows here, ``rows`` [n, K] what
+    ``select_rows`` chose of them for every query of the chunk.
     """
-    return _SpreadRows.apply(q, latent, rope_key, rows, past, past_grads, scale, chunk, group, ops)
+    return _SpreadRows.apply(q, *new, rows, past.pair("latent", "rope_key"), past.chunk, spread)
 
 
 class _SpreadRows(torch.autograd.Function):
@@ -88,13 +75,11 @@ class _SpreadRows(torch.autograd.Function):
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
-        scale: float,
+        past: RetainedRows,
         chunk: Chunk,
-        group: Group,
-        ops: LatentOps,
+        spread: SpreadLatent,
     ) -> Tensor:
+        group, ops, scale = spread
         with labelled("attention"):
             queries = group.all_gather(q, chunk.count)
             out, lse = ops.attend_forward(queries, past, (latent, rope_key), rows, scale=scale)
@@ -103,25 +88,25 @@ class _SpreadRows(torch.autograd.Function):
             out = out.to(lse.dtype).mul_((lse - whole).exp_().unsqueeze(-1))
             merged = group.reduce_scatter(out, chunk.count).to(q.dtype)
         ctx.save_for_backward(q, latent, rope_key, rows, merged, whole)
-        ctx.past, ctx.past_grads, ctx.scale, ctx.chunk, ctx.group, ctx.ops = past, past_grads, scale, chunk, group, ops
+        ctx.past, ctx.chunk, ctx.spread = past, chunk, spread
         return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, rope_key, rows, out, lse = ctx.saved_tensors
+        group, ops, scale = ctx.spread
         with labelled("attention"):
-            grad = ctx.group.all_gather(grad, ctx.chunk.count)
-            queries = ctx.group.all_gather(q, ctx.chunk.count)
-            out = ctx.group.all_gather(out, ctx.chunk.count)
-            grad_q, grad_latent, grad_rope = ctx.ops.attend_backward(
-                grad, queries, ctx.past, (latent, rope_key), rows, out, lse, ctx.past_grads, scale=ctx.scale
+            grad, everyones, out = (group.all_gather(x, ctx.chunk.count) for x in (grad, q, out))
+            queries = QueryGradients(grad, everyones, out, lse)
+            grad_q, grad_latent, grad_rope = ops.attend_backward(
+                queries, ctx.past, (latent, rope_key), rows, scale=scale
             )
-            own_q = ctx.group.reduce_scatter(grad_q.to(lse.dtype), ctx.chunk.count).to(q.dtype)
-        return own_q, grad_latent, grad_rope, None, None, None, None, None, None, None
+            own_q = group.reduce_scatter(grad_q.to(lse.dtype), ctx.chunk.count).to(q.dtype)
+        return own_q, grad_latent, grad_rope, None, None, None, None
 
 
-def _positions(spans: Spans, new: tuple[int, int], *, device: torch.device) -> Tensor:
+def _positions(spans: Sequence[tuple[int, int]], new: tuple[int, int], *, device: torch.device) -> Tensor:
     """Return the positions of the rows here, retained and new, rising; int32."""
     return torch.cat([torch.arange(*span, dtype=torch.int32, device=device) for span in (*spans, new)])
 

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from longstraw.memory.meter import MemoryMeter
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.ops.latent import LATENT
+from longstraw.ops.past import Past
 from longstraw.parallel.collectives import Group
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm
-from longstraw.parallel.latent_context_parallel import select_rows
+from longstraw.parallel.latent_context_parallel import SpreadLatent, select_rows
 from longstraw.parallel.mesh import build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.parallel.parallelize import parallelize
@@ -147,19 +148,10 @@ def _chosen(group, q, weights, keys, count, cuts):
     own = slice(positions + chunk.start, positions + chunk.stop)
     spans = [span for span in spans if span[0] < positions]
     past = torch.cat([keys[:0], *(keys[slice(*span)] for span in spans)])
-    rows = select_rows(
-        q[chunk.own],
-        weights[chunk.own],
-        past,
-        keys[own],
-        count,
-        scale=1.0,
-        positions=positions,
-        spans=spans,
-        chunk=chunk,
-        group=group,
-        ops=LATENT["reference"],
-    )
+    before = Past(positions, {"index_key": past}, spans=tuple(spans))
+    before.chunk = chunk
+    spread = SpreadLatent(group, LATENT["reference"], 1.0)
+    rows = select_rows(q[chunk.own], weights[chunk.own], keys[own], before, count, spread)
     held = [i for span in (*spans, (own.start, own.stop)) for i in range(*span)]
     return [{held[row] for row in line if row >= 0} for line in rows.tolist()]
 

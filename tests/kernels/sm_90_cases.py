@@ -6,6 +6,7 @@ To add a case, add a line: a name, and a function without arguments that calls t
 import torch
 
 from longstraw.ops.attention import fused as attention
+from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent import fused as latent
 from longstraw.ops.logprob import fused as logprob
 
@@ -21,7 +22,7 @@ def attend_rows(heads, repeats, count, rows, width, dtype=BF16):
     queries = [empty(heads, repeats, count, width, dtype=dtype) for _ in range(3)]
     keys, values = (empty(rows, heads, width, dtype=dtype) for _ in range(2))
     lse, buffers = empty(heads, repeats, count, dtype=F32), [empty(rows, heads, width, dtype=F32) for _ in range(2)]
-    attention.rows_backward(queries[0], queries[1], keys, values, queries[2], lse, *buffers, scale=width**-0.5)
+    attention.rows_backward(QueryGradients(*queries, lse), keys, values, buffers, scale=width**-0.5)
 
 
 def logits(count, vocabulary, width, dtype=BF16):
@@ -38,7 +39,7 @@ def latent_attention(heads, width, rope, count, dtype=BF16):
     past, new = ([empty(n, x, dtype=dtype) for x in (width, rope)] for n in (4096, 64))
     out, lse = latent.attend_forward(q, past, new, rows, scale=0.0625)
     buffers = [empty(1000, x, dtype=F32) for x in (width, rope)]
-    latent.attend_backward(out, q, past, new, rows, out, lse, buffers, scale=0.0625)
+    latent.attend_backward(QueryGradients(out, q, out, lse), past, new, rows, buffers, scale=0.0625)
 
 
 def latent_choice(heads, width, count, dtype=BF16):

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from longstraw.ops.attention import fused, reference
+from longstraw.ops.host_offload import QueryGradients
 
 CASES = [  # key/value heads, query heads for each, queries, rows, rows with a gradient, width
     (2, 2, 70, 130, 130, 16),
@@ -33,7 +34,7 @@ def inputs(case, dtype=torch.float32, seed=0):
 def gradients(module, grad, q, k, v, out, lse, buffers, scale):
     """Return the gradient of the queries and what the buffers hold afterwards, by name."""
     buffers = [x.clone() for x in buffers]
-    grad_q = module.rows_backward(grad, q, k, v, out, lse, *buffers, scale=scale)
+    grad_q = module.rows_backward(QueryGradients(grad, q, out, lse), k, v, buffers, scale=scale)
     return {"q": grad_q, "k": buffers[0], "v": buffers[1]}
 
 
@@ -67,7 +68,7 @@ def check_padded(module, case=SMALL):
     grad, q, out = (padded(x.flatten(0, 1)).unflatten(0, x.shape[:2]) for x in (grad, q, out))
     k, v, *buffers = (padded(x) for x in (k, v, *buffers))
     with surroundings_unchanged(*buffers):
-        grad_q = module.rows_backward(grad, q, k, v, out, lse, *buffers, scale=scale)
+        grad_q = module.rows_backward(QueryGradients(grad, q, out, lse), k, v, buffers, scale=scale)
     assert_close({"q": grad_q, "k": buffers[0], "v": buffers[1]}, expected, BARS[torch.float32])
 
 
@@ -79,7 +80,7 @@ def test_offsets_past_int32():
     grad, q, k, v, out, lse, buffers, scale = inputs((2, 1, 20, 40, 36, 16))
     near = gradients(fused, grad, q, k, v, out, lse, buffers, scale)
     spread = [far(x) for x in buffers]
-    grad_q = fused.rows_backward(grad, q, far(k), far(v), out, lse, *spread, scale=scale)
+    grad_q = fused.rows_backward(QueryGradients(grad, q, out, lse), far(k), far(v), spread, scale=scale)
     assert all(a.equal(b) for a, b in zip((grad_q, *spread), near.values(), strict=True))
 
 
@@ -89,18 +90,18 @@ def test_parts_add_up_to_the_whole():
     total = torch.zeros_like(q)
     for rows in (slice(0, 37), slice(37, 38), slice(38, 70)):
         tiles = (x[max(rows.start - 10, 0) : rows.stop - 10] for x in parts)  # of 70 rows the last 60 have a gradient
-        total += fused.rows_backward(grad, q, k[rows], v[rows], out, lse, *tiles, scale=scale)
+        total += fused.rows_backward(QueryGradients(grad, q, out, lse), k[rows], v[rows], tiles, scale=scale)
     assert_close({"q": total, "k": parts[0], "v": parts[1]}, expected, BARS[torch.float32])
 
 
 def test_without_buffers_rows_are_constants():
     grad, q, k, v, out, lse, buffers, scale = inputs(SMALL)
     expected = gradients(fused, grad, q, k, v, out, lse, buffers, scale)["q"]
-    assert fused.rows_backward(grad, q, k, v, out, lse, None, None, scale=scale).equal(expected)
+    assert fused.rows_backward(QueryGradients(grad, q, out, lse), k, v, (None, None), scale=scale).equal(expected)
     nothing = (x[:0] for x in buffers)
-    assert fused.rows_backward(grad, q, k, v, out, lse, *nothing, scale=scale).equal(expected)
+    assert fused.rows_backward(QueryGradients(grad, q, out, lse), k, v, nothing, scale=scale).equal(expected)
     with pytest.raises(ValueError, match="both"):
-        fused.rows_backward(grad, q, k, v, out, lse, buffers[0], None, scale=scale)
+        fused.rows_backward(QueryGradients(grad, q, out, lse), k, v, (buffers[0], None), scale=scale)
 
 
 def test_a_query_that_saw_nothing_owes_nothing():
@@ -182,7 +183,7 @@ def test_mutants_are_seen(mutation):
 def test_narrow_offsets_are_seen():
     def check_far(module):
         grad, q, k, v, out, lse, _, scale = inputs((1, 1, 5, 40, 0, 16))
-        module.rows_backward(grad, q, far(k), far(v), out, lse, None, None, scale=scale)
+        module.rows_backward(QueryGradients(grad, q, out, lse), far(k), far(v), (None, None), scale=scale)
 
     check_far(fused)
     assert_killed(check_far, fused, "base + at.to(tl.int64)[:, None]", "base + at[:, None]")

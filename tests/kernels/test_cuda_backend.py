@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longstraw.memory.meter import MemoryMeter
 from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
+from longstraw.ops.host_offload import QueryGradients, RetainedRows
 
 pytest.importorskip("triton")
 from longstraw.ops.attention import fused as flash
@@ -66,7 +67,9 @@ def test_attention_on_fake_tensors():
         retained = [torch.empty(100, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
         buffers = [torch.empty(100, 2, 64) for _ in range(2)]
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, *retained, *buffers, scale=0.1, parts=choose_ops("cuda").attention)
+        out = attend(
+            *leaves, RetainedRows(tuple(retained), tuple(buffers)), scale=0.1, parts=choose_ops("cuda").attention
+        )
         gradients = torch.autograd.grad(out, leaves, grad)
     assert [(x.shape, x.dtype) for x in (out, *gradients)] == [(x.shape, x.dtype) for x in (q, *leaves)]
 
@@ -80,7 +83,7 @@ def test_what_flash_takes_inside_is_counted():
         q, k = torch.empty(1, 6, 256, 64, dtype=torch.bfloat16), torch.empty(256, 1, 64, dtype=torch.bfloat16)
         before = meter.tag("inputs", [q, k])
         lse = torch.empty(1, 6, 256)
-        flash.part_backward(q, q, k, k, q, lse, causal=True, scale=1.0)
+        flash.part_backward(QueryGradients(q, q, q, lse), k, k, causal=True, scale=1.0)
     results, unused = 2 * (q.numel() + 2 * k.numel()), 16
     assert meter.peak == before + lse.nbytes + inside + results + unused
 
@@ -116,7 +119,7 @@ def test_no_queries():
     q, k = torch.empty(2, 3, 0, 16, dtype=torch.bfloat16), torch.ones(5, 2, 16, dtype=torch.bfloat16)
     out, lse = flash.part_forward(q, k, k, causal=False, scale=1.0)
     assert (out.shape, lse.shape, out.dtype, lse.dtype) == (q.shape, q.shape[:-1], torch.float32, torch.float32)
-    grad_q, *grads = flash.part_backward(out, q, k, k, out, lse, causal=False, scale=1.0)
+    grad_q, *grads = flash.part_backward(QueryGradients(out, q, out, lse), k, k, causal=False, scale=1.0)
     assert grad_q.shape == q.shape
     assert all(x.shape == k.shape and not x.any() for x in grads)
 

@@ -10,6 +10,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longstraw.memory.meter import MemoryMeter
+from longstraw.ops.host_offload import QueryGradients
 
 pytest.importorskip("triton")
 pytest.importorskip("fla")
@@ -64,7 +65,7 @@ def attention_rows(heads, repeats, count, rows, covered, width, dtype):
     grad, q, out = fakes(*[(heads, repeats, count, width)] * 3, dtype=dtype)
     k, v = fakes(*[(rows, heads, width)] * 2, dtype=dtype)
     lse, *buffers = fakes((heads, repeats, count), *[(covered, heads, width)] * 2, dtype=F32)
-    return one_way(attention.rows_backward, grad, q, k, v, out, lse, *buffers, scale=1.0)
+    return one_way(attention.rows_backward, QueryGradients(grad, q, out, lse), k, v, buffers, scale=1.0)
 
 
 def vocabulary(count, rows, width, dtype):
@@ -78,7 +79,7 @@ def latent_rows(count, retained, chosen, heads, width, rope, dtype):
     rows, buffers = torch.zeros(count, chosen, dtype=torch.int32), fakes((retained, width), (retained, rope), dtype=F32)
     forward = one_way(latent.attend_forward, q, past, new, rows, scale=1.0)
     lse = torch.empty(count, heads)
-    backward = one_way(latent.attend_backward, grad, q, past, new, rows, grad, lse, buffers, scale=1.0)
+    backward = one_way(latent.attend_backward, QueryGradients(grad, q, grad, lse), past, new, rows, buffers, scale=1.0)
     return *forward, *backward
 
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from longstraw.memory.meter import MemoryMeter
+from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent import fused, reference
 
 SCALE = 0.3
@@ -50,7 +51,9 @@ def attended(module, grad, q, past, new, rows, buffers, whole=None):
     """Return all results by name; ``whole`` are out and lse of a softmax over more rows than these."""
     out, lse = module.attend_forward(q, past, new, rows, scale=SCALE)
     added = tuple(None if x is None else x.clone() for x in buffers)
-    gradients = module.attend_backward(grad, q, past, new, rows, *(whole or (out, lse)), added, scale=SCALE)
+    gradients = module.attend_backward(
+        QueryGradients(grad, q, *(whole or (out, lse))), past, new, rows, added, scale=SCALE
+    )
     names = ("out", "lse", "q", "latent", "rope", "past latent", "past rope")
     results = zip(names, (out, lse, *gradients, *added), strict=True)
     return {name: x for name, x in results if x is not None}
@@ -111,7 +114,9 @@ def check_padded(module, case=SMALL):
         out, lse = module.attend_forward(q, past, new, rows, scale=SCALE)
     tile = 2 * case[2] * case[3]
     with surroundings_unchanged(*buffers), mock.patch.object(module, "WEIGHT_TILE", tile):
-        gradients = module.attend_backward(grad, q, past, new, rows, padded(out), lse, buffers, scale=SCALE)
+        gradients = module.attend_backward(
+            QueryGradients(grad, q, padded(out), lse), past, new, rows, buffers, scale=SCALE
+        )
     values = dict(zip(targets, (out, lse, *gradients, *buffers), strict=True))
     held = tuple(torch.zeros_like(x) for x in buffers)
     assert_close(net(values, held), net(targets, held), BARS[torch.float32])
@@ -160,7 +165,7 @@ def check_far(module):
     spread = tuple(far(x) for x in buffers)
     past = tuple(far(x) for x in past)
     out, lse = module.attend_forward(q, past, new, rows, scale=SCALE)
-    gradients = module.attend_backward(grad, q, past, new, rows, out, lse, spread, scale=SCALE)
+    gradients = module.attend_backward(QueryGradients(grad, q, out, lse), past, new, rows, spread, scale=SCALE)
     values = dict(zip(near, (out, lse, *gradients, *spread), strict=True))
     assert all(values[name].equal(x) for name, x in near.items())
 

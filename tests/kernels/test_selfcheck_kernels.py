@@ -27,7 +27,7 @@ def test_the_kernels_pass(model):
 
 
 def test_a_lost_gradient_is_seen(monkeypatch):
-    real = attention.attention_rows_backward
-    monkeypatch.setattr(attention, "attention_rows_backward", lambda *x: real(*x[:7], None, None, x[9]))
+    real = attention._attention_rows_backward
+    monkeypatch.setattr(attention, "_attention_rows_backward", lambda *x: real(*x[:7], None, None, x[9]))
     wrong, _ = failed("qwen3_6_tiny", **SIZES["qwen3_6_tiny"])
     assert wrong == ["attention: gradient of retained key", "attention: gradient of retained value"]

@@ -70,7 +70,7 @@ def test_the_kernels_are_what_ran():
     oracle(plain, group)
     target = take_gradients(plain)
     lost = lambda *inputs: torch.zeros_like(inputs[1], dtype=torch.float32)  # noqa: E731
-    with mock.patch.object(attention, "attention_rows_backward", lost):
+    with mock.patch.object(attention, "_attention_rows_backward", lost):
         grpo_step(fused, group, chunk=64)
     assert worst(take_gradients(fused), target)[0] > 1e-2
     with mock.patch.object(logprob, "SPLIT", 64):  # another way through the same sum

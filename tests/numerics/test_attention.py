@@ -6,6 +6,7 @@ from helpers import F64, plain_attend, relative
 
 from longstraw.ops import attention
 from longstraw.ops.attention import PARTS, attend, reference
+from longstraw.ops.host_offload import RetainedRows
 
 BACKENDS = ("reference", "cpu")  # cuda: tests/kernels
 BARS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -28,7 +29,7 @@ def run(parts, tensors, buffers, scale=0.5):
     """Return output and gradients of q, k, v; gradients of the past go to ``buffers``."""
     q, k, v, past_key, past_value, cotangent = tensors
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, past_key, past_value, *buffers, scale=scale, parts=PARTS[parts])
+    out = attend(*leaves, RetainedRows((past_key, past_value), tuple(buffers)), scale=scale, parts=PARTS[parts])
     return out, *torch.autograd.grad(out, leaves, cotangent)
 
 
@@ -36,7 +37,7 @@ def target(tensors, scale=0.5):
     """Return output and gradients of q, k, v, past key, past value in float64."""
     *inputs, cotangent = (x.to(F64) for x in tensors)
     leaves = [x.requires_grad_() for x in inputs]
-    out = plain_attend(*leaves, scale=scale)
+    out = plain_attend(*leaves[:3], RetainedRows(tuple(leaves[3:])), scale=scale)
     return out, *torch.autograd.grad(out, leaves, cotangent)
 
 
@@ -91,7 +92,7 @@ def test_without_buffers_the_past_is_a_constant(backend):
 def test_gradcheck(backend):
     q, k, v, past_key, past_value, _ = draw(5, 7, 4, 2)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    check = lambda *x: attend(*x, past_key, past_value, None, None, scale=0.5, parts=PARTS[backend])  # noqa: E731
+    check = lambda *x: attend(*x, RetainedRows((past_key, past_value)), scale=0.5, parts=PARTS[backend])  # noqa: E731
     assert torch.autograd.gradcheck(check, leaves)
 
 
@@ -134,7 +135,7 @@ def test_a_part_backward_needs_the_merged_statistics(monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backward_of_the_backward_is_refused(backend):
     q, k, v, past_key, past_value, _ = draw(5, 7, 4, 2)
-    out = attend(q.requires_grad_(), k, v, past_key, past_value, None, None, scale=0.5, parts=PARTS[backend])
+    out = attend(q.requires_grad_(), k, v, RetainedRows((past_key, past_value)), scale=0.5, parts=PARTS[backend])
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

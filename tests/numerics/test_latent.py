@@ -7,6 +7,7 @@ import torch
 from glm_helpers import plain_attend_rows, plain_select
 from helpers import relative
 
+from longstraw.ops.host_offload import QueryGradients, RetainedRows
 from longstraw.ops.latent import attend_rows, reference
 
 F64 = torch.float64
@@ -46,13 +47,13 @@ def test_attention_is_plain_autograd(tiles, past, new, count, kept):
     """Forward, log-sum-exp, and the gradients of queries, new rows and the last ``kept`` retained ones."""
     q, rows_new, rows_past, rows = draw(past, new, count)
     leaves = [x.clone().requires_grad_() for x in (q, *rows_new, *rows_past)]
-    expected, lse = plain_attend_rows(*leaves[:3], rows, tuple(leaves[3:]), scale=0.3)
+    expected, lse = plain_attend_rows(leaves[0], leaves[1:3], rows, RetainedRows(tuple(leaves[3:])), scale=0.3)
     weight = torch.randn_like(expected)
     target = torch.autograd.grad((expected * weight).sum(), leaves)
 
     buffers = tuple(torch.ones(kept, width, dtype=F64) for width in (C, R))  # ones: the gradient is added
     own = [x.clone().requires_grad_() for x in (q, *rows_new)]
-    out, own_lse = attend_rows(*own, rows, rows_past, buffers, scale=0.3)
+    out, own_lse = attend_rows(own[0], tuple(own[1:3]), rows, RetainedRows(rows_past, buffers), scale=0.3)
     gradients = torch.autograd.grad((out * weight).sum(), own)
     assert relative(out, expected) < BAR
     assert relative(own_lse, lse) < BAR
@@ -68,7 +69,7 @@ def test_another_row_is_another_result():
     q, new, past, rows = draw(40, 17, 8)
     other = rows.clone()
     other[5, -1] = next(row for row in range(40) if row not in rows[5].tolist())
-    out, changed = (attend_rows(q, *new, r, past, (None, None), scale=0.3)[0] for r in (rows, other))
+    out, changed = (attend_rows(q, new, r, RetainedRows(past), scale=0.3)[0] for r in (rows, other))
     assert relative(out[5], changed[5]) > 1e-3
     assert torch.equal(out[:5], changed[:5])
 
@@ -78,14 +79,14 @@ def test_a_query_without_rows_gives_nothing():
     q, new, past, rows = draw(10, 4, 3)
     rows[2] = -1
     q.requires_grad_()
-    out, lse = attend_rows(q, *new, rows, past, (None, None), scale=0.3)
+    out, lse = attend_rows(q, new, rows, RetainedRows(past), scale=0.3)
     out.sum().backward()
     assert torch.equal(out[2], torch.zeros(H, C, dtype=F64))
     assert torch.equal(lse[2], torch.full((H,), -torch.inf, dtype=F64))
     assert torch.equal(q.grad[2], torch.zeros_like(q[2]))
     assert float(q.grad[[0, 1, 3]].abs().sum(-1).min()) > 0
     empty = tuple(part[:0] for part in new)
-    out, lse = attend_rows(q.detach(), *new, rows.fill_(-1), empty, (None, None), scale=0.3)
+    out, lse = attend_rows(q.detach(), new, rows.fill_(-1), RetainedRows(empty), scale=0.3)
     assert float(out.abs().max()) == 0
 
 
@@ -94,13 +95,16 @@ def test_parts_merge_by_log_sum_exp():
     q, new, past, rows = draw(40, 6, 8)
     grad = torch.randn(6, H, C, dtype=F64)
     whole, lse = reference.attend_forward(q, past, new, rows, scale=0.3)
-    target = reference.attend_backward(grad, q, past, new, rows, whole, lse, (None, None), scale=0.3)
+    target = reference.attend_backward(QueryGradients(grad, q, whole, lse), past, new, rows, (None, None), scale=0.3)
     owned = [rows.masked_fill(rows % 2 == parity, -1) for parity in (0, 1)]
     parts = [reference.attend_forward(q, past, new, own, scale=0.3) for own in owned]
     merged = sum(out * (part_lse - lse).exp()[..., None] for out, part_lse in parts)
     assert relative(merged, whole) < BAR
     sums = zip(
-        *(reference.attend_backward(grad, q, past, new, own, whole, lse, (None, None), scale=0.3) for own in owned),
+        *(
+            reference.attend_backward(QueryGradients(grad, q, whole, lse), past, new, own, (None, None), scale=0.3)
+            for own in owned
+        ),
         strict=True,
     )
     for pieces, wanted in zip(sums, target, strict=True):
@@ -115,7 +119,9 @@ def test_bfloat16_computes_in_float32():
     for dtype in (torch.bfloat16, F64):
         inputs = [x.to(dtype).requires_grad_() for x in (q, *new)]
         buffers = tuple(torch.zeros(40, w, dtype=torch.promote_types(dtype, torch.float32)) for w in (C, R))
-        out, _ = attend_rows(*inputs, rows, tuple(p.to(dtype) for p in past), buffers, scale=0.3)
+        out, _ = attend_rows(
+            inputs[0], tuple(inputs[1:]), rows, RetainedRows(tuple(p.to(dtype) for p in past), buffers), scale=0.3
+        )
         results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype)), *buffers])
         assert out.dtype == dtype
     for value, wanted in zip(*results, strict=True):

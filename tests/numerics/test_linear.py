@@ -9,6 +9,7 @@ from torch import nn
 from longstraw.layers.cpu_linear import WideLinear
 from longstraw.ops import linear as op
 from longstraw.ops.moe import MOE
+from longstraw.ops.moe.reference import ExpertGradients, Routed
 
 ROUNDING = 2.0**-8  # half the distance of two neighbouring bfloat16 numbers, relative
 POSITIONS, INPUTS, OUTPUTS = 20, 48, 30
@@ -82,8 +83,9 @@ def test_experts_are_rounded_once(backend):
     def run(ops, dtype):
         tensors = [t.to(dtype) for t in (grad, x, gate_up, down)]
         wide = weight.to(torch.promote_types(dtype, torch.float32))
-        out = ops.experts_forward(tensors[1], token, wide, counts, *tensors[2:])
-        return out, *ops.experts_backward(*tensors[:2], token, wide, counts, *tensors[2:], learnt=True)
+        routed, weights = Routed(token, wide, counts), tensors[2:]
+        out = ops.experts_forward(tensors[1], routed, *weights)
+        return out, *ops.experts_backward(tensors[1], routed, *weights, ExpertGradients(tensors[0], True))
 
     ours, exact = run(MOE[backend], torch.bfloat16), run(MOE["reference"], torch.float64)
     distance = max(relative(a.double(), b) for a, b in zip(ours, exact, strict=True))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError
-from longstraw.grpo import advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models.hf_weights import CheckpointError, save_model
 from longstraw.models.lora import adapters_off, add_adapter, load_adapter, save_adapter
 from longstraw.step import finish_step, prefill, score_fresh
@@ -118,8 +118,7 @@ def their_step(model, group):
     parts = zip(group.responses, advantages(group.rewards), denominators(group, AlgorithmConfig(), 1), strict=True)
     for (response, advantage, denominator), old in zip(parts, group.old_logprobs, strict=True):
         lp = their_logprobs(model, group, response)
-        shared = {"advantage": advantage, "algorithm": AlgorithmConfig(), "denominator": denominator}
-        branch_loss(lp, old_logprobs=old, **shared).loss.backward()
+        branch_loss(lp, BranchTerms(advantage, denominator, old), AlgorithmConfig()).loss.backward()
         logprobs.append(lp.detach())
     return logprobs, adapter_gradients(model)
 

@@ -31,8 +31,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def angles(config, start, count, dtype=torch.float32):
     width = config.rotary_dim if hasattr(config, "rotary_dim") else config.qk_rope_head_dim
-    shared = {"dtype": dtype, "device": CPU, "scaling": config.rope_scaling}
-    return rotary_angles(start, count, width, config.rope_theta, **shared)
+    positions = torch.arange(start, start + count)
+    return rotary_angles(positions, width, config.rope_theta, dtype=dtype, scaling=config.rope_scaling)
 
 
 def their_rotary(config, **changes):

@@ -8,7 +8,7 @@ from glm_helpers import glm_gradients, glm_model, plain_glm_ops
 from helpers import furthest, make_group, plain_ops, relative, take_gradients, tiny_model, whole, worst
 
 from longstraw.config import AlgorithmConfig, StateConfig, from_dict, option
-from longstraw.grpo import advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.memory.estimate import predict, qwen3_6
 from longstraw.memory.meter import MemoryMeter
 from longstraw.ops import attention
@@ -54,7 +54,7 @@ def rounding_oracle(name, model, group, dtype):
             hidden, _ = model(torch.cat([group.prompt[-1:], response[:-1]]), kept)
             lp = model.logprobs(hidden, response)[0]
             loss += branch_loss(
-                lp, advantage=advantage, algorithm=AlgorithmConfig(), denominator=share, old_logprobs=old
+                lp, BranchTerms(advantage=advantage, denominator=share, old_logprobs=old), AlgorithmConfig()
             ).loss
             logprobs.append(lp.detach())
         loss.backward()

@@ -6,7 +6,7 @@ from helpers import enlarge, furthest, make_group, relative, take_gradients, who
 
 from longstraw import grpo_step, load_model
 from longstraw.config import AlgorithmConfig, load_model_config
-from longstraw.grpo import advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,8 +52,7 @@ def whole_sequences(model, group):
         tokens = torch.cat([group.prompt, response[:-1]])
         logits = model(tokens[None], use_cache=False).logits[0, len(group.prompt) - 1 :]
         lp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-        shared = {"advantage": advantage, "algorithm": algorithm, "denominator": denominator, "old_logprobs": old}
-        branch_loss(lp, **shared).loss.backward()
+        branch_loss(lp, BranchTerms(advantage, denominator, old), algorithm).loss.backward()
         logprobs.append(lp.detach())
     return logprobs
 

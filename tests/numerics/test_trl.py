@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import ADVANTAGE_EPS, Group, Statistics, advantages, branch_loss, denominators
+from longstraw.grpo import ADVANTAGE_EPS, BranchTerms, Group, Statistics, advantages, branch_loss, denominators
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL cannot be imported", exc_type=ImportError)
 
@@ -75,12 +75,14 @@ def ours(algorithm, batch, *, old=True):
         lp = batch.logprobs[i].clone().requires_grad_()
         branch = branch_loss(
             lp,
-            advantage=batch.advantages[i],
-            algorithm=algorithm,
-            denominator=divisor,
-            old_logprobs=batch.old[i] if old else None,
-            reference_logprobs=batch.reference[i] if algorithm.kl_coef else None,
-            mask=batch.masks[i],
+            BranchTerms(
+                advantage=batch.advantages[i],
+                denominator=divisor,
+                old_logprobs=batch.old[i] if old else None,
+                reference_logprobs=batch.reference[i] if algorithm.kl_coef else None,
+                mask=batch.masks[i],
+            ),
+            algorithm,
         )
         branch.loss.backward()
         loss += float(branch.loss.detach())

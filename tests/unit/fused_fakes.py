@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.models import build_model
 from longstraw.ops import choose_ops
 from longstraw.ops.attention import attend
+from longstraw.ops.host_offload import RetainedRows
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.ops.latent import attend_rows
 from longstraw.ops.logprob import token_logprobs
@@ -62,7 +63,9 @@ def with_gradients(values, leaves):
 def full_attention(ops, t, p):
     q, k, v = learnt(t, 6, 32), learnt(t, 2, 32), learnt(t, 2, 32)
     past, grads = ([torch.empty(n, 2, 32, dtype=x) for _ in range(2)] for n, x in ((p, BF16), (p // 2, F32)))
-    return with_gradients([attend(q, k, v, *past, *grads, scale=0.1, parts=ops.attention)], [q, k, v])
+    return with_gradients(
+        [attend(q, k, v, RetainedRows(tuple(past), tuple(grads)), scale=0.1, parts=ops.attention)], [q, k, v]
+    )
 
 
 def chosen_rows(ops, t, p):
@@ -71,7 +74,9 @@ def chosen_rows(ops, t, p):
     index = [torch.empty(t, 3, 16, dtype=BF16), torch.empty(t, 3)]
     keys = [torch.empty(n, 16, dtype=BF16) for n in (p, t)]
     rows = ops.latent.select_rows(*index, *keys, 12, scale=0.1)
-    out, _ = attend_rows(*leaves, rows, tuple(past), tuple(grads), scale=0.1, ops=ops.latent)
+    out, _ = attend_rows(
+        leaves[0], tuple(leaves[1:]), rows, RetainedRows(tuple(past), tuple(grads)), scale=0.1, ops=ops.latent
+    )
     return [(tuple(rows.shape), rows.dtype), *with_gradients([out], leaves)]
 
 

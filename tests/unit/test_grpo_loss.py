@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import Group, advantages, branch_loss, denominators
+from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
 
 GRPO = AlgorithmConfig()
 ALGORITHMS = [
@@ -20,8 +20,9 @@ ALGORITHMS = [
 
 def loss_and_grad(logprobs, **kwargs):
     lp = torch.tensor(logprobs, dtype=kwargs.pop("dtype", torch.float64), requires_grad=True)
-    settings = {"advantage": 1.0, "algorithm": GRPO, "denominator": 1.0} | kwargs
-    branch = branch_loss(lp, **settings)
+    algorithm = kwargs.pop("algorithm", GRPO)
+    terms = BranchTerms(**{"advantage": 1.0, "denominator": 1.0} | kwargs)
+    branch = branch_loss(lp, terms, algorithm)
     branch.loss.backward()
     return replace(branch, loss=branch.loss.detach()), lp.grad
 
@@ -118,7 +119,7 @@ def test_gradient_is_that_of_finite_differences(algorithm):
 
     def loss(lp):
         kwargs = {"old_logprobs": old, "reference_logprobs": reference, "mask": mask}
-        return branch_loss(lp, advantage=-0.7, algorithm=algorithm, denominator=3.0, **kwargs).loss
+        return branch_loss(lp, BranchTerms(advantage=-0.7, denominator=3.0, **kwargs), algorithm).loss
 
     assert torch.autograd.gradcheck(loss, start.requires_grad_())
 

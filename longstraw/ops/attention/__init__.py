@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.attention import cpu, fused, reference
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, tiles
+from longstraw.ops.attention.reference import Buffers
+from longstraw.ops.host_offload import QueryGradients, RetainedRows, tiles
 
 ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
 
@@ -31,46 +32,24 @@ class AttentionParts(Protocol):
     def part_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def part_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+        self, queries: QueryGradients, k: Tensor, v: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def rows_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        key_grad: Tensor | None,
-        value_grad: Tensor | None,
-        *,
-        scale: float,
+        self, queries: QueryGradients, k: Tensor, v: Tensor, buffers: Buffers, *, scale: float
     ) -> Tensor: ...
 
 
 PARTS: dict[str, AttentionParts] = {"reference": reference, "cpu": cpu, "cuda": fused}
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past_key: Rows,
-    past_value: Rows,
-    key_grad: Rows | None,
-    value_grad: Rows | None,
-    *,
-    scale: float,
-    parts: AttentionParts,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, past: RetainedRows, *, scale: float, parts: AttentionParts) -> Tensor:
     """Return the causal attention output [T, H, D] of ``q`` [T, H, D] over (past | new) rows.
 
-    ``k``, ``v`` [T, N, D] are the new rows, ``past_key``, ``past_value`` [P, N, D] the retained ones, which all
-    precede them. ``key_grad``, ``value_grad`` [G, N, D] are buffers for the gradient of the last G retained rows; the
-    backward adds into them, in at least float32. Without them the retained rows are constants.
+    ``k``, ``v`` [T, N, D] are the new rows; ``past`` holds the retained keys and values [P, N, D], which all precede
+    them, and buffers [G, N, D] for the gradient of the last G of them.
     """
-    return _SplitAttention.apply(q, k, v, (past_key, past_value), (key_grad, value_grad), scale, parts)
+    return _SplitAttention.apply(q, k, v, past, scale, parts)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -80,8 +59,7 @@ class _SplitAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        past: PastRows,
-        grads: PastBuffers,
+        past: RetainedRows,
         scale: float,
         parts: AttentionParts,
     ) -> Tensor:
@@ -91,7 +69,7 @@ class _SplitAttention(torch.autograd.Function):
         merge_past(out, lse, queries, past, scale=scale, parts=parts)
         out = by_tokens(out).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.past, ctx.grads, ctx.scale, ctx.parts = past, grads, scale, parts
+        ctx.past, ctx.scale, ctx.parts = past, scale, parts
         return out
 
     @staticmethod
@@ -99,49 +77,43 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         operand = ctx.parts.operand_type(q.dtype)
-        grad, queries, out = (by_heads(x.to(operand), k.shape[1]) for x in (grad, q, out))
+        grad, by_head, out = (by_heads(x.to(operand), k.shape[1]) for x in (grad, q, out))
+        queries = QueryGradients(grad, by_head, out, lse)
         grad_q, grad_k, grad_v = ctx.parts.part_backward(
-            grad, queries, k.to(operand), v.to(operand), out, lse, causal=True, scale=ctx.scale
+            queries, k.to(operand), v.to(operand), causal=True, scale=ctx.scale
         )
-        past_backward(grad_q, grad, queries, ctx.past, out, lse, ctx.grads, scale=ctx.scale, parts=ctx.parts)
-        return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        past_backward(grad_q, queries, ctx.past, scale=ctx.scale, parts=ctx.parts)
+        return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
-def merge_past(out: Tensor, lse: Tensor, q: Tensor, past: PastRows, *, scale: float, parts: AttentionParts) -> None:
+def merge_past(out: Tensor, lse: Tensor, q: Tensor, past: RetainedRows, *, scale: float, parts: AttentionParts) -> None:
     """Merge the attention of ``q`` [N, R, T, D] to all retained rows into ``out`` [N, R, T, D], ``lse`` [N, R, T]."""
     if not q.numel():
         return
-    for (key, value), _ in tiles(past, (), q.dtype, _tile(past, q.dtype, parts)):
+    past = RetainedRows(past.rows)
+    for (key, value), _ in tiles(past.rows, (), q.dtype, _tile(past, q.dtype, parts)):
         _merge(out, lse, *parts.part_forward(q, key, value, causal=False, scale=scale))
         del key, value  # gone before the next tile's are made
 
 
 def past_backward(
-    grad_q: Tensor,
-    grad: Tensor,
-    q: Tensor,
-    past: PastRows,
-    out: Tensor,
-    lse: Tensor,
-    buffers: PastBuffers,
-    *,
-    scale: float,
-    parts: AttentionParts,
+    grad_q: Tensor, queries: QueryGradients, past: RetainedRows, *, scale: float, parts: AttentionParts
 ) -> None:
-    """Add what retained rows owe the queries into ``grad_q``, and their own gradients into ``buffers``."""
-    if not q.numel():
+    """Add the gradient through retained rows to ``grad_q`` [N, R, T, D], and the rows' own into their buffers."""
+    if not queries.q.numel():
         return
-    for (key, value), (key_grad, value_grad) in tiles(past, buffers, q.dtype, _tile(past, q.dtype, parts, buffers)):
-        grad_q += parts.rows_backward(grad, q, key, value, out, lse, key_grad, value_grad, scale=scale)
+    dtype = queries.q.dtype
+    for (key, value), (key_grad, value_grad) in tiles(past.rows, past.grads, dtype, _tile(past, dtype, parts)):
+        grad_q += parts.rows_backward(queries, key, value, (key_grad, value_grad), scale=scale)
         del key, value, key_grad, value_grad  # gone before the next tile's are made
 
 
-def _tile(past: PastRows, dtype: torch.dtype, parts: AttentionParts, buffers: PastBuffers = (None, None)) -> int:
+def _tile(past: RetainedRows, dtype: torch.dtype, parts: AttentionParts) -> int:
     """Return how many retained rows are evaluated at a time: all, where neither they nor a backend need copies."""
     wide = torch.promote_types(dtype, torch.float32)
-    rows = all(isinstance(x, Tensor) and x.dtype == dtype for x in past)
-    sums = all(x is None or (isinstance(x, Tensor) and x.dtype == wide) for x in buffers)
-    return max(len(past[0]), 1) if rows and sums and parts.takes_all_rows(dtype) else ROW_TILE
+    rows = all(isinstance(x, Tensor) and x.dtype == dtype for x in past.rows)
+    sums = all(x is None or (isinstance(x, Tensor) and x.dtype == wide) for x in past.grads)
+    return max(len(past.rows[0]), 1) if rows and sums and parts.takes_all_rows(dtype) else ROW_TILE
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
+from longstraw.ops.host_offload import QueryGradients
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,22 +30,22 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
 
 
 def part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    queries: QueryGradients, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as ``reference.part_backward`` does."""
-    queries = _queries(q, causal)
+    q = _queries(queries.q, causal)
     grad_q, grad_k, grad_v = _backward(
-        _queries(grad, causal),
-        queries,
+        _queries(queries.grad, causal),
+        q,
         _rows(k),
         _rows(v),
-        _queries(out, causal),
-        lse.reshape(queries.shape[:-1]),
+        _queries(queries.out, causal),
+        queries.lse.reshape(q.shape[:-1]),
         0.0,
         causal,
         scale=scale,
     )
-    return grad_q.reshape(q.shape), grad_k[0].transpose(0, 1), grad_v[0].transpose(0, 1)
+    return grad_q.reshape(queries.q.shape), grad_k[0].transpose(0, 1), grad_v[0].transpose(0, 1)
 
 
 operand_type = reference.operand_type

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
+from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes
 from longstraw.ops.lazy_module import DeferredModule
 
@@ -49,11 +51,12 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
 
 
 def part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    queries: QueryGradients, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients as ``reference.part_backward`` does, that of ``q`` at least float32."""
+    """Return the gradients as ``reference.part_backward`` does, that of the queries at least float32."""
+    grad, q, out, lse = queries
     if q.dtype not in FLASH_TYPES:
-        return reference.part_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+        return reference.part_backward(queries, k, v, causal=causal, scale=scale)
     _check_square(q, k, causal)
     heads, repeats, count, width = q.shape
     if not count:
@@ -74,38 +77,29 @@ def part_backward(
     return _by_heads(grad_q, heads).to(torch.float32), grad_k[0], grad_v[0]
 
 
-def rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_grad: Tensor | None,
-    value_grad: Tensor | None,
-    *,
-    scale: float,
-) -> Tensor:
-    """Return the gradient of ``q`` as ``reference.rows_backward`` does, in float32; both buffers are given, or none.
+def rows_backward(queries: QueryGradients, k: Tensor, v: Tensor, buffers: Buffers, *, scale: float) -> Tensor:
+    """Return the gradient of the queries as ``reference.rows_backward`` does, in float32.
 
-    Takes bfloat16, float16 and float32; buffers and ``lse`` are float32.
+    Both buffers are given, or none. Takes bfloat16, float16 and float32; buffers and log-sum-exp are float32.
     """
+    grad, q, out, lse = queries
+    key_grad, value_grad = buffers
     if q.dtype == torch.float64:
-        return reference.rows_backward(grad, q, k, v, out, lse, key_grad, value_grad, scale=scale)
+        return reference.rows_backward(queries, k, v, buffers, scale=scale)
     if (key_grad is None) != (value_grad is None):
         raise ValueError("give a buffer for both gradients, of keys and of values, or for none")
     if any(x is not None and x.stride(-1) != 1 for x in (k, v, key_grad, value_grad)):
         raise ValueError("the elements of a row must be contiguous")
     flat, lse = [x.to(q.dtype).flatten(0, 1) for x in (grad, q, out)], lse.flatten(0, 1).contiguous()
     delta = torch.empty_like(lse)
-    grad_q = attention_rows_backward(flat[0], flat[1], k, v, flat[2], lse, delta, key_grad, value_grad, scale)
+    grad_q = _attention_rows_backward(flat[0], flat[1], k, v, flat[2], lse, delta, key_grad, value_grad, scale)
     return grad_q.view(q.shape)
 
 
 @torch.library.custom_op(
     "longstraw::attention_rows_backward", mutates_args=("delta", "key_grad", "value_grad"), device_types=("cpu", "cuda")
 )
-def attention_rows_backward(
+def _attention_rows_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -127,7 +121,7 @@ def attention_rows_backward(
     return grad_q
 
 
-@attention_rows_backward.register_fake
+@_attention_rows_backward.register_fake
 def _(grad: Tensor, q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 

@@ -11,6 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from longstraw.ops.host_offload import QueryGradients
+
+Buffers = tuple[Tensor | None, Tensor | None]  # for the gradients of keys and of values
+
 _TILE = 512  # queries x rows of one tile of scores
 
 
@@ -50,48 +54,42 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
 
 
 def part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    queries: QueryGradients, k: Tensor, v: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``q``, ``k``, ``v`` for one part of a split attention.
-
-    ``out`` and ``lse`` are those of the whole softmax, over all parts: then the parts' gradients simply add up.
-    """
+    """Return the gradients of ``queries.q`` [N, R, T, D] and of ``k``, ``v`` [S, N, D] for one part of an attention."""
+    grad, q, out, lse = queries
     delta = (grad * out).sum(-1, keepdim=True)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for start in range(0, q.shape[2], _TILE):
-        queries = slice(start, start + _TILE)
-        tile, tile_grad = q[:, :, queries], grad[:, :, queries]
+        own = slice(start, start + _TILE)
+        tile, tile_grad = q[:, :, own], grad[:, :, own]
         for rows in _row_tiles(k.shape[0], start + tile.shape[2] if causal else None):
             keys = k[rows].movedim(1, 0).unsqueeze(1)
             scores = _scores(tile, k[rows], start, rows.start, causal, scale)
-            weights = scores.sub_(lse[:, :, queries, None]).exp_()
+            weights = scores.sub_(lse[:, :, own, None]).exp_()
             grad_v[rows] += (weights.transpose(-1, -2) @ tile_grad).sum(1).movedim(0, 1)
             grad_scores = tile_grad @ v[rows].movedim(1, 0).unsqueeze(1).transpose(-1, -2)
-            grad_scores.sub_(delta[:, :, queries]).mul_(weights).mul_(scale)
-            grad_q[:, :, queries] += grad_scores @ keys
+            grad_scores.sub_(delta[:, :, own]).mul_(weights).mul_(scale)
+            grad_q[:, :, own] += grad_scores @ keys
             grad_k[rows] += (grad_scores.transpose(-1, -2) @ tile).sum(1).movedim(0, 1)
     return grad_q, grad_k, grad_v
 
 
 def rows_backward(
-    grad: Tensor,
-    q: Tensor,
+    queries: QueryGradients,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_grad: Tensor | None,
-    value_grad: Tensor | None,
+    buffers: Buffers,
     *,
     scale: float,
     part_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = part_backward,
 ) -> Tensor:
-    """Return the gradient of ``q`` for rows that all queries see; add that of the rows into the buffers.
+    """Return the gradient of the queries for rows that all of them see; add that of the rows into ``buffers``.
 
-    ``key_grad``, ``value_grad`` [G, N, D] cover the last G rows of ``k``, ``v`` [S, N, D], or are None.
+    A buffer [G, N, D] covers the last G rows of ``k`` or ``v`` [S, N, D], or is None.
     """
-    grad_q, *grad_rows = part_backward(grad, q, k, v, out, lse, causal=False, scale=scale)
-    for buffer, rows in zip((key_grad, value_grad), grad_rows, strict=True):
+    grad_q, *grad_rows = part_backward(queries, k, v, causal=False, scale=scale)
+    for buffer, rows in zip(buffers, grad_rows, strict=True):
         if buffer is not None:
             buffer += rows[len(rows) - len(buffer) :]
     return grad_q

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.host_offload import PastBuffers, PastRows, Rows, device_grad_buffers, whole
+from longstraw.ops.host_offload import QueryGradients, RetainedRows, Rows, device_grad_buffers, whole
 from longstraw.ops.latent import fused, reference
 from longstraw.ops.latent.reference import Buffers
 from longstraw.ops.latent.reference import Rows as RowPair
@@ -29,17 +29,7 @@ class LatentKernels(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        past: RowPair,
-        new: RowPair,
-        rows: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        past_grads: Buffers,
-        *,
-        scale: float,
+        self, queries: QueryGradients, past: RowPair, new: RowPair, rows: Tensor, past_grads: Buffers, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def select_rows(
@@ -68,26 +58,16 @@ class LatentOps:
         self._kernels = kernels
 
     def attend_forward(
-        self, q: Tensor, past: PastRows, new: RowPair, rows: Tensor, *, scale: float
+        self, q: Tensor, past: RetainedRows, new: RowPair, rows: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return self._kernels.attend_forward(q, _pair(whole(past, q.dtype)), new, rows, scale=scale)
+        return self._kernels.attend_forward(q, _pair(whole(past.rows, q.dtype)), new, rows, scale=scale)
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        past: PastRows,
-        new: RowPair,
-        rows: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        past_grads: PastBuffers,
-        *,
-        scale: float,
+        self, queries: QueryGradients, past: RetainedRows, new: RowPair, rows: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        here = _pair(whole(past, q.dtype, backward=True))
-        with device_grad_buffers(past_grads) as (latent, rope_key):
-            return self._kernels.attend_backward(grad, q, here, new, rows, out, lse, (latent, rope_key), scale=scale)
+        here = _pair(whole(past.rows, queries.q.dtype, backward=True))
+        with device_grad_buffers(past.grads) as (latent, rope_key):
+            return self._kernels.attend_backward(queries, here, new, rows, (latent, rope_key), scale=scale)
 
     def select_rows(
         self, q: Tensor, weights: Tensor, past_key: Rows, key: Tensor, count: int, *, scale: float
@@ -120,23 +100,20 @@ REFERENCE = LatentOps(reference)
 
 def attend_rows(
     q: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
+    new: RowPair,
     rows: Tensor,
-    past: PastRows,
-    past_grads: PastBuffers,
+    past: RetainedRows,
     *,
     scale: float,
     ops: LatentOps = REFERENCE,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [T, H, C] of ``q`` [T, H, C + R] over its chosen rows, and their log-sum-exp [T, H].
 
-    ``latent`` [T, C] and ``rope_key`` [T, R] are the new rows, ``past`` the retained ones [P, .], ``rows`` [T, K] the
-    choice over (past | new) with -1 for none; causality is the chooser's. ``past_grads`` are buffers for the gradient
-    of the last retained rows; the backward adds into them, in at least float32. Where None, retained rows are
-    constants. The log-sum-exp has no gradient.
+    ``new`` are the latents [T, C] and rotary keys [T, R] of these positions, ``past`` the retained ones [P, .],
+    ``rows`` [T, K] the choice over (past | new) with -1 for none, which the chooser makes causal. The log-sum-exp has
+    no gradient.
     """
-    return _ChosenRows.apply(q, latent, rope_key, rows, past, past_grads, scale, ops)
+    return _ChosenRows.apply(q, *new, rows, past, scale, ops)
 
 
 class _ChosenRows(torch.autograd.Function):
@@ -147,21 +124,20 @@ class _ChosenRows(torch.autograd.Function):
         latent: Tensor,
         rope_key: Tensor,
         rows: Tensor,
-        past: PastRows,
-        past_grads: PastBuffers,
+        past: RetainedRows,
         scale: float,
         ops: LatentOps,
     ) -> tuple[Tensor, Tensor]:
         out, lse = ops.attend_forward(q, past, (latent, rope_key), rows, scale=scale)
         ctx.save_for_backward(q, latent, rope_key, rows, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.past, ctx.past_grads, ctx.scale, ctx.ops = past, past_grads, scale, ops
+        ctx.past, ctx.scale, ctx.ops = past, scale, ops
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, rope_key, rows, out, lse = ctx.saved_tensors
-        new = (latent, rope_key)
-        gradients = ctx.ops.attend_backward(grad, q, ctx.past, new, rows, out, lse, ctx.past_grads, scale=ctx.scale)
-        return *gradients, None, None, None, None, None
+        queries = QueryGradients(grad, q, out, lse)
+        gradients = ctx.ops.attend_backward(queries, ctx.past, (latent, rope_key), rows, scale=ctx.scale)
+        return *gradients, None, None, None, None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent.reference import Buffers, Rows
 from longstraw.ops.lazy_module import DeferredModule
 
@@ -36,29 +37,21 @@ def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: flo
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    past: Rows,
-    new: Rows,
-    rows: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    past_grads: Buffers,
-    *,
-    scale: float,
+    queries: QueryGradients, past: Rows, new: Rows, rows: Tensor, past_grads: Buffers, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients and add those of retained rows into ``past_grads``; arguments and results as in ``reference``.
 
     Sums over queries are taken by atomic additions, in no fixed order, in float32.
     """
+    grad, q, out, lse = queries
     _check(q)
     inner = inner_dtype(q)
     _check_buffers(past_grads, inner)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_new = [torch.zeros_like(part, dtype=inner, memory_format=torch.contiguous_format) for part in new]
-    queries = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
-    chosen, number = _compacted(rows, queries)
-    kept = [q.new_empty(queries, rows.shape[1], q.shape[1]) for _ in range(2)]
+    tile = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
+    chosen, number = _compacted(rows, tile)
+    kept = [q.new_empty(tile, rows.shape[1], q.shape[1]) for _ in range(2)]
     _backward(
         *(_rowwise(x, q.dtype) for x in (grad, q, *past, *new)),
         *(_rowwise(rows), chosen, number, _rowwise(out, q.dtype), lse.contiguous()),

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longstraw.ops.host_offload import QueryGradients
+
 GATHER_TILE = 2**24  # elements of gathered rows evaluated at a time
 SCORE_TILE = 2**23  # query x index head x key scores evaluated at a time
 KEY_TILE = 4096  # index keys scored at a time
@@ -41,22 +43,13 @@ def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: flo
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    past: Rows,
-    new: Rows,
-    rows: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    past_grads: Buffers,
-    *,
-    scale: float,
+    queries: QueryGradients, past: Rows, new: Rows, rows: Tensor, past_grads: Buffers, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``q`` and of the new rows' two parts; add that of retained rows into ``past_grads``.
+    """Return the gradients of the queries and of both new rows; add that of retained rows into ``past_grads``.
 
-    A buffer covers the last rows of the past, as many as it has. ``out`` and ``lse`` may be those of a softmax over
-    more rows than these: then the gradients of all parts add up.
+    A buffer covers the last rows of the past, as many as it has.
     """
+    grad, q, out, lse = queries
     width, retained = new[0].shape[-1], len(past[0])
     inner = lse.dtype
     grad_q = torch.empty_like(q)

@@ -13,26 +13,16 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.host_sync import counts
 from longstraw.ops.moe import cpu, reference
+from longstraw.ops.moe.reference import ExpertGradients, Routed
 
 
 class MoeOps(Protocol):
     """What a backend provides; see ``reference``."""
 
-    def experts_forward(
-        self, x: Tensor, token: Tensor, weight: Tensor, counts: list[int], gate_up: Tensor, down: Tensor
-    ) -> Tensor: ...
+    def experts_forward(self, x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor: ...
 
     def experts_backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        token: Tensor,
-        weight: Tensor,
-        counts: list[int],
-        gate_up: Tensor,
-        down: Tensor,
-        *,
-        learnt: bool,
+        self, x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, grads: ExpertGradients
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...
 
 
@@ -63,21 +53,13 @@ def mix_experts(
     """
     order = chosen.flatten().argsort(stable=True)
     token = order // chosen.shape[1]
-    return run_experts(x, token, weights.flatten()[order], counts(chosen, len(down)), gate_up, down, ops=ops)
+    routed = Routed(token, weights.flatten()[order], counts(chosen, len(down)))
+    return run_experts(x, routed, gate_up, down, ops=ops)
 
 
-def run_experts(
-    x: Tensor,
-    token: Tensor,
-    weight: Tensor,
-    counts: list[int],
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    ops: MoeOps = reference,
-) -> Tensor:
+def run_experts(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, *, ops: MoeOps = reference) -> Tensor:
     """Return [T, d] for entries sorted by expert; arguments as in ``reference.experts_forward``."""
-    return _Experts.apply(x, token, weight, counts, gate_up, down, ops)
+    return _Experts.apply(x, routed.token, routed.weight, gate_up, down, routed.counts, ops)
 
 
 class _Experts(torch.autograd.Function):
@@ -87,21 +69,20 @@ class _Experts(torch.autograd.Function):
         x: Tensor,
         token: Tensor,
         weight: Tensor,
-        counts: list[int],
         gate_up: Tensor,
         down: Tensor,
+        counts: list[int],
         ops: MoeOps,
     ) -> Tensor:
         ctx.save_for_backward(x, token, weight, gate_up, down)
         ctx.counts, ctx.ops = counts, ops
-        return ops.experts_forward(x, token, weight, counts, gate_up, down)
+        return ops.experts_forward(x, Routed(token, weight, counts), gate_up, down)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, token, weight, gate_up, down = ctx.saved_tensors
-        learnt = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-        grad_x, grad_weight, grad_gate_up, grad_down = ctx.ops.experts_backward(
-            grad, x, token, weight, ctx.counts, gate_up, down, learnt=learnt
-        )
-        return grad_x, None, grad_weight, None, grad_gate_up, grad_down, None
+        grads = ExpertGradients(grad, ctx.needs_input_grad[3] or ctx.needs_input_grad[4])
+        routed = Routed(token, weight, ctx.counts)
+        grad_x, grad_weight, *of_experts = ctx.ops.experts_backward(x, routed, gate_up, down, grads)
+        return grad_x, None, grad_weight, *of_experts, None, None

@@ -6,27 +6,17 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.moe import reference
+from longstraw.ops.moe.reference import ExpertGradients, Routed
 
 
-def experts_forward(
-    x: Tensor, token: Tensor, weight: Tensor, counts: list[int], gate_up: Tensor, down: Tensor
-) -> Tensor:
+def experts_forward(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return what ``reference.experts_forward`` does."""
-    inner = torch.promote_types(x.dtype, torch.float32)
-    return reference.experts_forward(x, token, weight, counts, gate_up, down, inner=inner)
+    return reference.experts_forward(x, routed, gate_up, down, inner=torch.promote_types(x.dtype, torch.float32))
 
 
 def experts_backward(
-    grad: Tensor,
-    x: Tensor,
-    token: Tensor,
-    weight: Tensor,
-    counts: list[int],
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    learnt: bool,
+    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, grads: ExpertGradients
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return what ``reference.experts_backward`` does."""
     inner = torch.promote_types(x.dtype, torch.float32)
-    return reference.experts_backward(grad, x, token, weight, counts, gate_up, down, learnt=learnt, inner=inner)
+    return reference.experts_backward(x, routed, gate_up, down, grads, inner)

@@ -8,27 +8,36 @@ the weights of one expert at a time are cast.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
+class Routed(NamedTuple):
+    """Entries (token, expert), sorted by expert: which token each is, its weight, and how many each expert has."""
+
+    token: Tensor  # [N]
+    weight: Tensor  # [N], at least float32
+    counts: list[int]  # [E]
+
+
+class ExpertGradients(NamedTuple):
+    """What the backward is given: the output's gradient [T, d], and whether the experts' weights get one."""
+
+    grad: Tensor
+    learnt: bool
+
+
 def experts_forward(
-    x: Tensor,
-    token: Tensor,
-    weight: Tensor,
-    counts: list[int],
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    inner: torch.dtype | None = None,
+    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, *, inner: torch.dtype | None = None
 ) -> Tensor:
     """Return [T, d]: for each token of ``x`` [T, d] the weighted sum of the experts that it goes to.
 
-    ``token``, ``weight`` [N] say which token an entry is and what its result weighs; entries are sorted by expert,
-    ``counts`` [E] of them to each. ``gate_up`` [E, 2I, d], ``down`` [E, d, I].
+    ``gate_up`` [E, 2I, d], ``down`` [E, d, I].
     """
+    token, weight, counts = routed
     out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     inner = inner or x.dtype
     for expert, entries in _segments(counts):
@@ -40,21 +49,14 @@ def experts_forward(
 
 
 def experts_backward(
-    grad: Tensor,
-    x: Tensor,
-    token: Tensor,
-    weight: Tensor,
-    counts: list[int],
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    learnt: bool,
-    inner: torch.dtype | None = None,
+    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, grads: ExpertGradients, inner: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of ``x``, ``weight`` and, where the experts are ``learnt``, ``gate_up`` and ``down``.
+    """Return the gradients of ``x``, of the entries' weights and, if asked for, of ``gate_up`` and ``down``.
 
     What an expert makes inside is made again for its own tokens, so that it never stands for all tokens at once.
     """
+    token, weight, counts = routed
+    grad, learnt = grads
     grad_x = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     grad_weight = torch.empty_like(weight)
     grad_gate_up = torch.zeros_like(gate_up) if learnt else None
