@@ -78,21 +78,20 @@ class Appended:
         rows: dict[str, tuple[int, ...]],
         *,
         grad_from: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
         frozen: tuple[str, ...] = (),
         storage: RowStorage = DEFAULT_STORAGE,
     ):
         """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none).
 
-        ``dtype`` and ``device`` are the model's; ``storage`` says where that is not how rows are kept.
+        Rows have the dtype and device of ``like`` unless ``storage`` says otherwise.
         """
         self.positions = 0
         self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
-        self._device, self._staging = device, storage.staging
-        kept = storage.dtype or dtype
+        self._device, self._staging = like.device, storage.staging
+        kept = storage.dtype or like.dtype
         self._gradient_dtype = storage.gradient_dtype or torch.promote_types(
-            torch.promote_types(dtype, kept), torch.float32
+            torch.promote_types(like.dtype, kept), torch.float32
         )
         self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
         self._layer = -1 if self._staging is None else self._staging.add(self._rows)

@@ -255,4 +255,4 @@ def test_names_of_the_library_are_offered():
         "longstraw.grpo_stepp",
     )
     assert done.returncode != 0
-    assert "it offers Group, build_model, grpo_step, load_model" in done.stderr
+    assert "it offers Group, build_model, grpo_step, load_model, prefill" in done.stderr

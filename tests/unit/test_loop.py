@@ -10,6 +10,7 @@ from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.models import build_model, load_model
 from longstraw.tracking.schema import KEYS, numbers
 from longstraw.training.loop import run_job
+from longstraw.training.optimizer import Optimizer
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
@@ -134,9 +135,17 @@ def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
     assert row["predicted_peak_bytes"] > row["peak_allocated_bytes"]
 
 
-def test_a_loss_that_is_not_finite_is_recorded_and_ends_the_job(tmp_path):
+def test_a_loss_that_is_not_finite_is_recorded_and_ends_the_job(tmp_path, monkeypatch):
+    real = Optimizer.update
+
+    def diverge(self, loss):
+        norm = real(self, loss)
+        self.parameters[0].data.fill_(math.nan)
+        return norm
+
+    monkeypatch.setattr(Optimizer, "update", diverge)
     with pytest.raises(ValueError, match="step 1: loss nan"):
-        run_job(job(optimizer={"lr": math.inf}, steps=3), tmp_path, run_id="x")
+        run_job(job(steps=3), tmp_path, run_id="x")
     first, second = rows(tmp_path)
     assert (first["status"], second["status"]) == ("ok", "error")
     assert math.isnan(second["loss"])
