@@ -79,8 +79,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_and_the_record(disk
     shown = capsys.readouterr()
     assert shown.err.count("\n") == 1
     words = (
-        "No space left on device: the checkpoint of step 2 is not written, that of step 1 is whole; once it can be, go "
-        f"on with: python -m longstraw.status {disk / '0'} --again"
+        "the disk is full (No space left on device): the checkpoint of step 2 is not written, that of step 1 is whole; "
+        f"once it can be, go on with: python -m longstraw.status {disk / '0'} --again"
     )
     assert words in shown.err
     rows = read_lines(disk / "0" / "records.jsonl")

@@ -100,7 +100,7 @@ def test_earlier_records_are_not_overwritten(tmp_path):
     with Recorder(tmp_path, run_id="r") as recorder:
         recorder.log({"step": 0, "status": "ok"})
     before = recorder.path.read_bytes()
-    with pytest.raises(RecordError, match="attempt=1"):
+    with pytest.raises(RecordError, match=r"go on with that run: python -m longstraw.status \S+ --again"):
         Recorder(tmp_path, run_id="r")
     assert recorder.path.read_bytes() == before
 

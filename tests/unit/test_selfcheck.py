@@ -10,6 +10,7 @@ from longstraw import selfcheck
 from longstraw.config import load_model_config
 from longstraw.ops import choose_ops
 from longstraw.selfcheck import SelfCheckError, check_job, check_ops, main, require
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.training import loop as train
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_only_a_cuda_job_is_checked_and_may_leave_it_out():
 def test_a_job_that_fails_it_stops_before_training_and_its_record_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "check_job", lambda _: ("failed", SelfCheckError("attention: output is off by 0.3")))
     with pytest.raises(SelfCheckError):
-        train.run_job(job(), tmp_path, run_id="x")
+        train.run_job(job(), tmp_path, RunIdentity("x"))
     (row,) = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())
     assert (row["status"], row["selfcheck"]) == ("error", "failed")
     assert "output is off by 0.3" in row["error"]
