@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = {  # what a user or a site may send; SLURM does before it takes a job's nodes away
-    signal.SIGINT: "interrupted (SIGINT, Ctrl-C)",
+    signal.SIGINT: "interrupted (SIGINT)",
     signal.SIGTERM: "asked to end (SIGTERM)",
     signal.SIGUSR2: "the time limit is near, or the nodes are wanted (SIGUSR2)",
 }

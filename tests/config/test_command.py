@@ -1,7 +1,6 @@
 """The command line as users meet it: processes of their own, with a stand-in for the training loop."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import records
+
+from longstraw.runtime.process_info import is_running
+from longstraw.tracking.run_folder import read_json
 
 TINY = ["model=qwen3_6_tiny", "hardware=cpu", "context=1Ki"]
 
@@ -125,15 +127,16 @@ def test_an_interrupt_ends_the_jobs_it_started(stand_in):
     command = [sys.executable, "-m", "longstraw.run", "-m", *TINY, "claim=hangs,last"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pid = wait_for(lambda: [path.read_text() for path in stand_in.glob("runs/*/*/0/pid") if path.read_text()])[0]
-    os.kill(int(pid), 0)
+    running = read_json(next(stand_in.glob("runs/*/*/0/process.json")))
+    assert (running["pid"], is_running(running)) == (int(pid), True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
+    assert is_running(running) is False
     assert [line.split()[5] for line in out.splitlines() if line[:1].isdecimal()] == ["error", "not"]
     assert "job 0: error: interrupted" in out
+    assert "KeyboardInterrupt" not in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -46,7 +46,7 @@ def job(tmp_path):
 
 def look(job, handle, ended=None):
     line = JobLine(job.run_dir, "", 1, state="running")
-    launch._poll(job, line, {0: handle}, {0: time.monotonic()}, set() if ended is None else ended)
+    launch._poll(job, line, {job.run_dir: handle}, {job.run_dir: time.monotonic()}, set() if ended is None else ended)
     return line.state
 
 
