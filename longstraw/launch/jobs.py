@@ -30,7 +30,7 @@ from longstraw.launch.slurm import Submitted
 from longstraw.launch.spec import SPEC, Draft, Job, belongs_to_folder, freeze, new_run_id
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
-from longstraw.runtime.process_info import process_identity, process_info
+from longstraw.runtime.process_info import is_running, process_identity, process_info
 from longstraw.tracking.run_folder import has_result, last_row, read_json, table, write_json
 from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 
@@ -337,13 +337,28 @@ def _stop(jobs: Sequence[Job], lines: dict[Path, JobLine], handles: dict[Path, A
         handles[job.run_dir].cancel(check=False)
     deadline = time.monotonic() + STOP_SECONDS
     try:
-        while time.monotonic() < deadline and not all(handles[job.run_dir].done() for job in open_jobs):
+        while time.monotonic() < deadline and not all(_is_over(job, handles[job.run_dir]) for job in open_jobs):
             time.sleep(0.1)
     finally:
         with _ignoring_interrupts():
             for job in open_jobs:
+                _kill(job)
                 if not has_result(job.run_dir):  # it may just have ended by itself
                     record_failure(job.run_dir, "error", "interrupted: the command that started it was ended")
+
+
+def _is_over(job: Job, handle: Any) -> bool:
+    """Return whether a job has ended: submitit's controller may have died of Ctrl-C before the job it controls."""
+    process = read_json(job.run_dir / "process.json")
+    return handle.done() and not (process and job.placement.executor == "local" and is_running(process))
+
+
+def _kill(job: Job) -> None:
+    """Kill what has not stopped at a safe place in time; the other ranks of a job end when rank 0 is gone."""
+    process = read_json(job.run_dir / "process.json")
+    if process and job.placement.executor == "local" and is_running(process):
+        with contextlib.suppress(OSError):
+            os.kill(process["pid"], signal.SIGKILL)
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:

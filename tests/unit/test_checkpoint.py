@@ -193,6 +193,31 @@ def test_another_model_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, more, None).load()
 
 
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"optimizer": {"lr": 0.5}}, r"optimizer\.lr \(0\.1 there, 0\.5 here\)"),
+        ({"seed": 1}, r"seed \(0 there, 1 here\)"),
+        ({"data": {"path": "b"}}, r"data\.path \(a there, b here\)"),
+        ({"new": True}, r"new \(None there, True here\)"),
+        ({"steps": 2}, r"steps \(3 taken there, 2 here\)"),
+        ({"steps": 9, "hardware": {"ranks": 2}, "tracking": {"mode": "disabled"}, "chunk": 64}, None),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused_by_key(tmp_path, changes, differs):
+    wrote = {"optimizer": {"lr": 0.1}, "seed": 0, "data": {"path": "a"}, "steps": 4, "hardware": {}, "chunk": 128}
+    Checkpoints(tmp_path, *training(), owner=Owner(wrote)).save(3)
+    parameters, optimizer = training(seed=1)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    checkpoints = Checkpoints(tmp_path, parameters, optimizer, owner=Owner({**wrote, **changes}))
+    if differs is None:
+        assert checkpoints.load() == 3
+        return
+    with pytest.raises(CheckpointMismatchError, match=f"of a run with another configuration: {differs};"):
+        checkpoints.load()
+    assert all(torch.equal(before[name], parameters[name]) for name in before)
+
+
 def test_a_zombie_leaves_everything_as_it_was(tmp_path):
     parameters, optimizer = training()
     Checkpoints(tmp_path, parameters, optimizer, owner=Owner(attempt=1)).save(4)

@@ -135,6 +135,26 @@ def test_a_signal_that_came_while_the_job_was_loaded_ends_it_before_it_begins(tm
     assert [row["repeated"] for row in rows(tmp_path, 2)] == [False] * (STEPS - done)
 
 
+def test_ctrl_c_stops_at_a_safe_place_and_twice_at_once(tmp_path, monkeypatch, undisturbed):
+    at_advance(monkeypatch, 30, signalled(signal.SIGINT))
+    stopped = run(tmp_path / "once", 0)
+    monkeypatch.undo()
+    last = rows(tmp_path / "once", 0)[-1]
+    assert (last["status"], last["error"]) == ("preempted", stopped.reason)
+    assert stopped.reason == f"interrupted (SIGINT); the checkpoint of step {last['step']} is whole"
+    run(tmp_path / "once", 1)
+    assert outcome(tmp_path / "once", 0, 1) == undisturbed()
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_advance(monkeypatch, 30, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "twice", 0)
+    assert not (tmp_path / "twice" / "checkpoints").exists()
+
+
 def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, monkeypatch, undisturbed):
     changes = {"refresh_every": 2, "checkpoint": {"every": 1}}
     begun, step = [], trainer.Trainer.step
