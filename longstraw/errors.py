@@ -37,7 +37,8 @@ def status_of(error: BaseException) -> str:
 
 def describe(error: BaseException) -> str:
     """Return an exception in one line; a message meant for the user stands alone, without the class's name."""
-    lines = str(error).strip().splitlines()
+    plain = error.strerror if isinstance(error, OSError) and error.filename is None else None  # without [Errno 28]
+    lines = str(plain or error).strip().splitlines()
     text = lines[0] if lines else ""
     return (
         text

@@ -81,8 +81,7 @@ def main() -> None:
     except Exception as error:
         found = os_error(error)  # OmegaConf raises its own where a resolver cannot make a folder
         if quiet and found is not None:
-            named = "" if found.filename is None else f"{found.filename}: "
-            stop(f"{named}{os_reason(found)}{_elsewhere(found)}")
+            stop(_unwritable(found))
         if quiet and _is_users(error):
             stop(str(error).split("\n    full_key:")[0])  # OmegaConf's own view of where it was
         raise
@@ -107,11 +106,12 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _elsewhere(error: OSError) -> str:
-    """Return how records go elsewhere, where an error is that a folder cannot be written."""
+def _unwritable(error: OSError) -> str:
+    """Return what the operating system refused, and how records go elsewhere where a folder cannot be written."""
+    reason = os_reason(error) if error.filename is None else f"{error.filename}: {os_reason(error)}"
     if error.errno not in UNWRITABLE:
-        return ""
-    return "; records go elsewhere with hydra.sweep.dir=FOLDER (without -m: hydra.run.dir=FOLDER/0)"
+        return reason
+    return f"{reason}; records go elsewhere with hydra.sweep.dir=FOLDER (without -m: hydra.run.dir=FOLDER/0)"
 
 
 def _is_users(error: Exception) -> bool:
@@ -239,6 +239,8 @@ def _job(composed: Any) -> None:
         jobs = prepare(drafts, command=typed_command(), sweep=None)
     except ConfigError as error:
         stop(str(error))  # before Hydra adds lines of its own
+    except OSError as error:
+        stop(_unwritable(error))
     save_composed(composed, hydra.overrides.task, folder)
     code = launch(jobs, folder.parent, alone=True)
     if code:

@@ -184,7 +184,8 @@ def report(jobs: Sequence[Status]) -> str:
     for job in jobs:
         if job.state in ("failed", "preempted"):
             result = read_json(job.run_dir / "result.json")
-            ends.append(f"job {job.entry.name}: {result.get('status')}: {result.get('error')}")
+            how = f"{result['status']}: {result.get('error')}" if result else "error: its end could not be written down"
+            ends.append(f"job {job.entry.name}: {how}")
         if job.state == "failed":
             ends.append(failed_tail(job.entry))
     return "\n".join([aligned(rows, COLUMNS, LEFT), *filter(None, ends)])

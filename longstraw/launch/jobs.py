@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -308,6 +309,9 @@ def _death_reason(job: Job, handle: Any, ran: float) -> str:
         return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
     if handle.state == "COMPLETED" and job.placement.executor == "slurm":  # its daemon was killed, say
         return f"SLURM lost sight of its processes; one that is left ends once the job is started again; log: {log}"
+    raised = [line for line in tail(Path(handle.paths.stdout), 1) if re.match(r"\w*Error\b", line)]
+    if raised and job.placement.executor == "local":  # on a full disk, say
+        return f"it failed and could not write so itself ({raised[0]}); log: {log}"
     if handle.state == "FAILED" and not (job.run_dir / "process.json").exists():  # Python could not import us, say
         words = [line for line in tail(Path(handle.paths.stdout), 20) if "Error" in line]
         return f"it failed before it began{f' ({words[-1].strip()})' if words else ''}; log: {log}"
