@@ -76,7 +76,7 @@ def test_one_job_runs_in_this_process_and_ends_with_its_table(longstraw):
     assert first.startswith(
         "longstraw: mode=run: on this machine's processor (hardware=cpu); records go to runs/longstraw/"
     )
-    assert head.split()[:4] == ["job", "model", "context", "group_size"]
+    assert head.split()[:4] == ["job", "model", "positions", "group_size"]
     assert row.split() == ["0", "qwen3_6_tiny", "1,024", "8", "detached", "ok", "1.0", "MB", "4.00", "s", "0.25"]
     assert last == f"records: {folder_of(done)}/0/records.jsonl"
     assert [record["step"] for record in records(folder_of(done) / "0")] == [0, 1]
