@@ -126,8 +126,17 @@ def _resources(config: RunConfig) -> str:
     return json.dumps([slurm_parameters(config.hardware), config.hardware.python], sort_keys=True)
 
 
-def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[int, Any]:
-    """Submit the jobs, in arrays of one set of resources that are no longer than the site's limit; return handles.
+def check_path(run_dir: Path, executor: str) -> None:
+    """Raise ``ConfigError`` for a folder whose path holds what stands for a job's number in the name of a log."""
+    signs = ("%",) if executor == "slurm" else ("%j", "%t", "%A", "%a")
+    path = str(run_dir.absolute())
+    if found := next((sign for sign in signs if sign in path), None):
+        what = "sbatch reads it as a sign" if executor == "slurm" else "submitit puts the job's number there"
+        raise ConfigError(f"the folder {path} has {found} in its name, and {what}; choose, or rename to, another one")
+
+
+def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[Path, Any]:
+    """Submit the jobs, in arrays of one set of resources no longer than the site's limit; return handles by folder.
 
     All or none: where sbatch refuses one array, those before it are cancelled and ``ConfigError`` has its words.
     """
@@ -144,7 +153,7 @@ def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> d
                 submitted = executor.map_array(execute, [str(job.run_dir) for job in part])
                 for job, handle in zip(part, submitted, strict=True):
                     done = functools.partial(has_result, job.run_dir)
-                    handles[job.num] = Submitted(handle.job_id, handle.paths, queue, done)
+                    handles[job.run_dir] = Submitted(handle.job_id, handle.paths, queue, done)
     except (SlurmError, RuntimeError, OSError) as error:
         for handle in handles.values():
             handle.cancel(check=False)

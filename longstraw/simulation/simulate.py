@@ -28,13 +28,14 @@ from longstraw.models.lora import add_adapter
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
 from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, run_single_rank, sample_model
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
 
 
-def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
-    """Simulate the largest steps of one job and write their records; ``context`` is that of ``run_job``."""
-    run_single_rank(simulate, "simulate", config, run_dir, **context)
+def simulate_job(config: RunConfig, run_dir: str | Path, identity: RunIdentity) -> None:
+    """Simulate the largest steps of one job and write their records."""
+    run_single_rank(simulate, "simulate", config, run_dir, identity)
 
 
 def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import SampledModel
-from longstraw.tracking.recorder import job_recorder
+from longstraw.tracking.recorder import RunIdentity, job_recorder
 from longstraw.training.monitor import Progress
 from longstraw.training.rank_metrics import MEANS
 from longstraw.training.trainer import Trainer
@@ -34,15 +34,17 @@ StepRows = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
 
 def run_single_rank(
-    play: StepRows, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
+    play: StepRows,
+    mode: str,
+    config: RunConfig,
+    run_dir: str | Path,
+    identity: RunIdentity,
+    *,
+    selfcheck: str | None = "off",
 ) -> None:
-    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``.
-
-    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``attempt``, ``sweep``, ``command``,
-    ``overrides``.
-    """
+    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``."""
     folder = Path(run_dir)
-    with job_recorder(config, folder, mode=mode, selfcheck=selfcheck, **context) as recorder:
+    with job_recorder(config, folder, identity, mode=mode, selfcheck=selfcheck) as recorder:
         for row in play(config, Progress(folder / "progress.json")):
             own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
             chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}

@@ -24,6 +24,7 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
     {"longstraw.launch"},
     {"longstraw.plan", "longstraw.audit", "longstraw.status", "hydra_plugins"},
     {"longstraw.run"},
+    {"longstraw.__main__"},
 ]
 
 OPS = ("attention", "delta", "conv", "latent", "logprob")
