@@ -186,6 +186,7 @@ def test_a_zombie_and_a_number_given_anew_do_not_run():
         (None, None, "job a is pending (not begun; if it has ended: python -m longstraw.status "),
         ({**GONE, "host": "another"}, None, "job a is unknown (on another, which cannot be asked; no progress for 2 h"),
     ],
+    ids=["running", "launcher waits", "not begun", "on another machine"],
 )
 def test_again_says_why_it_starts_nothing(tmp_path, capsys, started, process, launcher, says):
     (job,) = entered(tmp_path, "a", launcher=launcher)
