@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig, RopeScaling
 from longstraw.config.checks import ConfigError, choose
+from longstraw.config.converted import checkpoint_folder
 
 INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
 
@@ -57,8 +58,12 @@ def load_model_config(name: str, **overrides: Any) -> ModelConfig:
 
 
 def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
-    """Return the configuration of a checkpoint folder, from the ``config.json`` that transformers wrote."""
-    path = Path(folder) / "config.json"
+    """Return the configuration of a checkpoint, from the ``config.json`` that transformers wrote into its folder.
+
+    ``folder`` may also be a GGUF file, or ``fetch:NAME``; the configuration names the folder they were converted to.
+    """
+    folder = checkpoint_folder(folder)
+    path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not there; a checkpoint is a folder in transformers' format")
     try:
@@ -78,7 +83,7 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
         if text.get(key, rope.get(key)) not in valid:
             raise ConfigError(f"{path}: {key}={text.get(key, rope.get(key))!r} is not supported, only {valid[0]!r}")
     values |= {"rope_scaling": _rope_scaling(path, text, rope)}
-    values |= {"name": Path(folder).resolve().name, "architecture": architecture, "checkpoint": str(folder)}
+    values |= {"name": folder.resolve().name, "architecture": architecture, "checkpoint": str(folder)}
     try:
         config = _model_config(values | family.from_hf(text), overrides)
         config.check_hf(text)

@@ -100,7 +100,7 @@ def load_model(
     config: ModelConfig | None = None,
     **overrides: Any,
 ) -> Decoder:
-    """Return the model of a checkpoint folder in transformers' format: ``config.json`` and safetensors.
+    """Return the model of a checkpoint folder in transformers' format, or of a GGUF file.
 
     ``config`` is by default read from the folder, with ``overrides`` of its fields; ``dtype`` by default what it names.
     """
@@ -112,7 +112,7 @@ def load_model(
         raise TypeError(f"load_model: config is given, so {', '.join(overrides)} belongs into it")
     device = torch.get_default_device() if device is None else torch.device(device)
     decoder = _empty(config, device, backend)
-    load_weights(decoder, folder, dtype=_dtype(dtype, config), device=device)
+    load_weights(decoder, config.checkpoint or folder, dtype=_dtype(dtype, config), device=device)
     return decoder
 
 

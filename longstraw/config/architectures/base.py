@@ -80,7 +80,7 @@ class ModelConfig:
 
     name: str = MISSING
     architecture: str = MISSING
-    checkpoint: str | None = None  # a folder in transformers' format; None draws random weights from the seed
+    checkpoint: str | None = None  # folder in transformers' format, FILE.gguf or fetch:NAME; None: drawn from the seed
     dtype: str = "bfloat16"
     vocab_size: int = MISSING
     hidden_size: int = MISSING
