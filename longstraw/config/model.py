@@ -70,9 +70,12 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
         content = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON: {error}") from None
-    text = _object(path, "the content", content)
-    text = _object(path, "text_config", text.get("text_config") or text)
-    text.setdefault("dtype", text.get("torch_dtype"))  # its name before transformers 5
+    outer = _object(path, "the content", content)
+    text = dict(_object(path, "text_config", outer.get("text_config") or outer))
+    said = (holder.get(key) for holder in (text, outer) for key in ("dtype", "torch_dtype"))  # before transformers 5
+    text["dtype"] = next(filter(None, said), None)
+    text.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
+    _check_quantization(path, outer.get("quantization_config") or text.get("quantization_config"))
     architecture = _architecture(path, text)
     family = ARCHITECTURES[architecture]
     key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
@@ -90,6 +93,16 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config
+
+
+def _check_quantization(path: Path, said: Any) -> None:
+    """Refuse quantised weights other than FP8 with block scales, which are dequantised when they are read."""
+    if said is not None:
+        kind = _object(path, "quantization_config", said).get("quant_method")
+        if kind != "fp8":
+            raise ConfigError(
+                f"{path}: weights quantised by {kind!r} are not supported, only by 'fp8' with block scales"
+            )
 
 
 def _architecture(path: Path, text: Mapping[str, Any]) -> str:

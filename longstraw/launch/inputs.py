@@ -19,7 +19,9 @@ def check_inputs(config: RunConfig) -> None:
         check_adapter(config.adapter.checkpoint)
     if config.mode == "run":  # else weights and data are made up
         if config.model.checkpoint is not None:
-            check_weights(config.model.checkpoint)
+            sizes = config.model
+            embedding = (sizes.vocab_size, sizes.hidden_size)
+            check_weights(config.model.checkpoint, layers=sizes.num_hidden_layers, embedding=embedding)
         check_data(config)
     if config.hardware.python is None:  # another Python has packages of its own
         _check_packages(config)

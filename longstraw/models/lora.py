@@ -7,6 +7,7 @@ transformers' class, the latter is ``base_model.model.model.layers.3.self_attn.q
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
@@ -22,6 +23,7 @@ from longstraw.config import AdapterConfig, ConfigError
 from longstraw.config.hf_files import ADAPTER, CheckpointError, check_adapter
 from longstraw.layers.feedforward import Experts
 from longstraw.models.decoder import Decoder
+from longstraw.models.hf_config import saved_class, text_prefix
 from longstraw.models.hf_weights import new_folder, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -117,15 +119,24 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
 
 
 def save_adapter(model: Decoder, folder: str | Path) -> None:
-    """Write the adapter of ``model`` to the new ``folder`` in PEFT's format; it appears whole or not at all."""
-    tensors: dict[str, Tensor] = {_on_disk(n): tensor for n, tensor in model.named_parameters() if ".lora_" in n}
+    """Write the adapter of ``model`` to the new ``folder`` in PEFT's format; it appears whole or not at all.
+
+    Its keys are the module names of the class that the base checkpoint's ``config.json`` names; PEFT and vLLM skip an
+    adapter's tensors whose keys fit no module, without an error.
+    """
+    prefix = text_prefix(model.config)
+    named = [(name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name]
+    tensors: dict[str, Tensor] = {_on_disk(name, prefix): tensor for name, tensor in named}
     if not tensors:
         raise CheckpointError(f"{folder}: the model has no adapter to save")
-    lora: Any = model.peft_config[_NAME]  # type: ignore[index]
+    lora: Any = copy.copy(model.peft_config[_NAME])  # type: ignore[index]
+    lora.target_modules = [re.sub(r"^model\.", prefix, target) for target in lora.target_modules]
     with new_folder(folder) as made:
-        lora.base_model_name_or_path = model.config.checkpoint
+        base = model.config.checkpoint
+        lora.base_model_name_or_path = base if base is None else str(Path(base).absolute())
         lora.save_pretrained(str(made))
         write_tensors(tensors, made / ADAPTER)
+    log.info("%s: an adapter for %s of %s", folder, saved_class(model.config), base or "random weights")
 
 
 @contextmanager
@@ -206,8 +217,8 @@ def _inject(model: Decoder, lora: Any) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def _on_disk(name: str) -> str:
-    return _PREFIX + name.replace(f".{_NAME}.", ".")
+def _on_disk(name: str, prefix: str) -> str:
+    return _PREFIX + re.sub(r"^model\.", prefix, name).replace(f".{_NAME}.", ".")
 
 
 def _here(stored: str) -> str:

@@ -20,7 +20,7 @@ from longstraw.grpo import Group, advantages, branch_losses
 from longstraw.memory.estimate import is_predicted, predict
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.models.lora import adapters_off, add_adapter, save_adapter
 from longstraw.ops.host_sync import read_scalar
 from longstraw.parallel.materialize import build_sharded, gather_model

@@ -15,7 +15,7 @@ from longstraw.config.converted import PACKAGES
 from longstraw.fetch import fetch
 from longstraw.grpo import Group
 from longstraw.models import build_model
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.models.lora import add_adapter, save_adapter
 from longstraw.step import score_fresh
 
@@ -71,7 +71,7 @@ def test_sizes_are_those_of_the_file_in_conf(folder):
 
 
 def test_logprobs_of_text_are_theirs(folder, tokens):
-    group = Group(tokens[:1], [tokens[1:2001]], [1.0])
+    group = Group(tokens[:1], [tokens[1:2001], tokens[1:9]], [1.0, 0.0])
     expected = their_logprobs(theirs(folder), group)
     assert furthest(score_fresh(load_model(folder), group, chunk=512), expected) < 1e-4
     assert -3 < float(expected[0].mean()) < -0.5  # it has learnt to read Python
