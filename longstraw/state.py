@@ -47,10 +47,10 @@ class RetainedState(Protocol):
         """Keep what ``count`` new positions add; rows in ``update`` belong to the ``first`` of them and following."""
 
     def leaves(self, end: int, grad: bool) -> Past:
-        """Return the state as positions [0, end) left it; with ``grad``, what is done with it leaves its gradient."""
+        """Return the state as positions [0, end) left it; with ``grad``, gradients of its uses are accumulated."""
 
     def cotangent(self, start: int, end: int) -> Tensors:
-        """Return, and forget, the gradient owed to the update of positions [start, end)."""
+        """Return, and forget, the gradient accumulated for the update of positions [start, end)."""
 
     def freeze(self) -> None:
         """Keep no gradient: no trained parameter reaches this state."""
@@ -128,10 +128,10 @@ class Appended:
             raise IndexError(f"no gradient is kept for position {start}, only from {self._grad_from}")
         before = self._held(self._grad_from)
         piece = slice(self._held(start) - before, self._held(end) - before)
-        owed = {name: buffer[piece] for name, buffer in self._grads.items()}
+        accumulated = {name: buffer[piece] for name, buffer in self._grads.items()}
         if self._staging is None:
-            return owed
-        return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in owed.items()}
+            return accumulated
+        return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in accumulated.items()}
 
     def freeze(self) -> None:
         self._trained = []
@@ -199,8 +199,8 @@ class Carried:
 
     def cotangent(self, start: int, end: int) -> Tensors:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}
-        owed, self._grads = self._grads, {}  # the border moves left; a new sum begins there
-        return owed
+        accumulated, self._grads = self._grads, {}  # the border moves left; a new sum begins there
+        return accumulated
 
     def freeze(self) -> None:
         self._frozen = True

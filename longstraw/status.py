@@ -118,7 +118,7 @@ def _look_slurm(job: Status, known: Known, over: bool, trouble: str) -> None:
     if over and not has_result(job.run_dir):
         state = known.state if known.over else "it knows the job no more"
         attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + known.restarts
-        record_failure(job.run_dir, "error", f"the job ended without a word (SLURM: {state})", attempt)
+        record_failure(job.run_dir, "error", f"the job ended without a record of why (SLURM: {state})", attempt)
     if known.state in WAITING:  # also one whose other ranks ended when a node was lost: SLURM starts it again
         job.state, job.note = "pending", advice(known.reason)
     elif over or has_result(job.run_dir):

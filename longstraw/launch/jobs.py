@@ -370,7 +370,7 @@ def _kill(job: Job) -> None:
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:
-    """Return what tells each job of a sweep from the others: its folder and the overrides not shared by all."""
+    """Return a label for each job of a sweep: its folder and the overrides not shared by all."""
     shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if jobs else set()
     return [
         " ".join([f"job {job.run_dir.name}", *(text for text in job.overrides if text not in shared)]) for job in jobs

@@ -62,7 +62,7 @@ def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed
 
 
 def write_result(folder: Path, attempt: int, status: str, reason: str | None) -> None:
-    if (latest_attempt(folder) or 0) > attempt:  # a later one has begun: the word is its
+    if (latest_attempt(folder) or 0) > attempt:  # a later attempt has begun and writes its own
         return
     result = {"attempt": attempt, "status": status, "error": reason, "host": socket.gethostname()}
     write_json(folder / "result.json", result)

@@ -62,7 +62,7 @@ def new_run_id(name: str) -> str:
 def belongs_to_folder(run_dir: Path, config: RunConfig) -> bool:
     """Return whether ``run_dir`` holds this very job, which SLURM started again; ``False``: it is free.
 
-    Raises ``ConfigError`` where it holds another run, or the same one that nobody started again. Writes nothing.
+    Raises ``ConfigError`` where it holds another run, or the same one that was not started again. Writes nothing.
     """
     spec, attempt = read_json(run_dir / SPEC), latest_attempt(run_dir)
     held = [name for name in (SPEC, "records.jsonl", "result.json", "checkpoints") if (run_dir / name).exists()]

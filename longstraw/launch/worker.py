@@ -188,9 +188,9 @@ def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator
         if rank() == 0 or claim_failover(folder, attempt, lost):
             record_failure(folder, status_of(lost), describe(lost), attempt, lost.rank)
 
-    words = ranks_folder(folder, attempt)
-    words.mkdir(parents=True, exist_ok=True)
-    with _logged(words / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+    own = ranks_folder(folder, attempt)
+    own.mkdir(parents=True, exist_ok=True)
+    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
         yield ranks
 
 
@@ -215,9 +215,9 @@ def claim_failover(folder: Path, attempt: int, error: BaseException) -> bool:
     """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
     if not isinstance(error, RankLostError) or error.rank != 0:
         return False
-    words = ranks_folder(folder, attempt)
+    ranks = ranks_folder(folder, attempt)
     with contextlib.suppress(OSError):
-        words.mkdir(parents=True, exist_ok=True)
-        (words / "heir").touch(exist_ok=False)
+        ranks.mkdir(parents=True, exist_ok=True)
+        (ranks / "failover").touch(exist_ok=False)
         return True
     return False

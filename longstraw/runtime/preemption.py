@@ -37,9 +37,9 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take the signals while inside; only the main thread can, in another one nothing is heard.
+        """Take the signals while inside; only the main thread can, in another one no signal is taken.
 
-        Inside another ``Stop`` what that one has heard counts here too.
+        Inside another ``Stop`` a signal that it has taken counts here too.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self

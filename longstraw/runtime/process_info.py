@@ -24,7 +24,7 @@ class ProcessInfo:
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
-    start: str = "0"  # tells this start of the job from those before a requeue
+    start: str = "0"  # distinguishes this start of the job from those before a requeue
 
 
 def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
@@ -86,7 +86,7 @@ def threads(me: ProcessInfo, environment: Mapping[str, str] = os.environ) -> int
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Return what tells a process (this one by default) from every other: host, number, when it started.
+    """Return what identifies a process (this one by default): host, number, when it started.
 
     The number alone does not: after its end, and after a restart of the machine, another process gets it.
     """
@@ -119,7 +119,7 @@ def is_running(identity: Mapping[str, Any]) -> bool | None:
 
 
 def folder_identity(folder: Path) -> dict[str, Any]:
-    """Return what tells a folder from its copies."""
+    """Return what distinguishes a folder from its copies."""
     return {"path": str(folder.resolve()), "inode": folder.stat().st_ino}
 
 

@@ -9,7 +9,7 @@ number of ranks may read.
                  /.metadata      torch's: names, shapes, who wrote what
                  /__0_0.distcp   rank 0's part
 
-It is written beside its place under a name that nobody reads, and renamed when every rank is done.
+It is written under a temporary name and renamed when every rank is done.
 """
 
 from __future__ import annotations

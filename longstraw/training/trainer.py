@@ -269,7 +269,7 @@ def build_trainer(
     mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
 ) -> Trainer:
-    """Return model, data and optimizer of a job, their bytes told to the meter.
+    """Return model, data and optimizer of a job, with their bytes known to the meter.
 
     ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
     """

@@ -100,9 +100,9 @@ def test_a_sweep_on_slurm(tmp_path, commands, capsys, monkeypatch):
     assert "logs/7_3/7_3_0_log.out" in said
     (row,) = read_rows(folders[3])  # of the attempt that could not write it
     assert (row["attempt"], row["status"]) == (1, "error")
-    assert row["error"] == "the job ended without a word (SLURM: TIMEOUT)"
+    assert row["error"] == "the job ended without a record of why (SLURM: TIMEOUT)"
     assert read_json(folders[3] / "result.json")["attempt"] == 1
-    assert "job 3: error: the job ended without a word (SLURM: TIMEOUT)" in said
+    assert "job 3: error: the job ended without a record of why (SLURM: TIMEOUT)" in said
 
 
 def test_slurm_that_does_not_answer_ends_no_job(tmp_path, commands, capsys, monkeypatch):

@@ -1,7 +1,7 @@
 """The gated delta rule by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
 The backward evaluates the chunks' inner products anew: only the inputs are kept. fla is imported when its kernels are
-launched: on fake tensors all of this runs without it, and what they allocate inside is stood for by scratch.
+launched: on fake tensors all of this runs without it, and what they allocate inside is counted by scratch.
 
 T positions, A key heads, B value heads, K and V widths.
 """
