@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Detached against exact gradients on a pretrained model and real text; a quarter of an hour on two cores, 4 GB.
+# Detached against exact gradients on a pretrained model and real text; minutes on two cores, about 4 GB.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=experiments/detached_gradient_smollm2
