@@ -75,8 +75,8 @@ def test_logprobs_of_text_are_theirs(folder, tokens):
     expected = their_logprobs(theirs(folder), group)
     assert furthest(score_fresh(load_model(folder), group, chunk=512), expected) < 1e-4
     assert -3 < float(expected[0].mean()) < -0.5  # it has learnt to read Python
-    other = load_model(folder, rope_theta=1e4)
-    assert furthest(score_fresh(other, group, chunk=512), expected) > 1e-1
+    other, start = load_model(folder, rope_theta=1e4), Group(tokens[:1], [tokens[1:101], tokens[1:9]], [1.0, 0.0])
+    assert furthest(score_fresh(other, start, chunk=512), [rows[:100] for rows in expected]) > 1e-1
 
 
 def test_the_greedy_continuation_is_theirs(folder, tokens):
@@ -112,16 +112,15 @@ STEPS = [pytest.param(prompt, id=f"{prompt}", marks=marks) for prompt, marks in 
 @pytest.mark.parametrize("prompt_grad", ["exact", "detached"])
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_grad, adapter):
-    """One step of plain gradient descent, large enough to move every log-probability."""
+    """One step of plain gradient descent, large enough to be seen; compared in float64, where no rounding is."""
     model = add_adapter(load_model(folder), AdapterConfig(name=adapter))
-    group, before = text_group(tokens, prompt), None
-    result = grpo_step(model, group, chunk=512, prompt_grad=prompt_grad)
+    group = text_group(tokens, prompt)
+    before = grpo_step(model, group, chunk=512, prompt_grad=prompt_grad).logprobs
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter -= 0.05 * parameter.grad
-    before, after = result.logprobs, score_fresh(model, group, chunk=512)
-    assert furthest(before, after) > 1e-2
+    assert furthest(before, score_fresh(model, group, chunk=512)) > 1e-2
     if adapter == "none":
         save_model(model, tmp_path / "saved")
         read = theirs(tmp_path / "saved")
@@ -129,7 +128,8 @@ def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_
         peft = pytest.importorskip("peft")
         save_adapter(model, tmp_path / "saved")
         read = peft.PeftModel.from_pretrained(theirs(folder), tmp_path / "saved")
-    assert furthest(their_logprobs(read, group), after) < 1e-5
+    ours = score_fresh(model.double(), group, chunk=512)
+    assert furthest(their_logprobs(read.double(), group), ours) < 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved" if adapter == "none" else folder)
     assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
