@@ -57,11 +57,11 @@ class GatedDeltaNet(nn.Module):
         self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
     ) -> Carried:
         """``positions`` and ``storage`` do not matter: the state has one size, and no rows."""
-        weight, ranks = self.in_proj_qkv.weight, self.ops.context.ranks
+        weight, share = self.in_proj_qkv.weight, self.ops.context.share
         inner = torch.promote_types(weight.dtype, torch.float32)
-        shape = (self.value_heads // ranks, self.key_dim, self.value_dim)
+        shape = (share(self.value_heads), self.key_dim, self.value_dim)
         recurrent = torch.zeros(shape, dtype=inner, device=weight.device)
-        tail = torch.zeros(self.taps - 1, sum(self.widths) // ranks, dtype=dtype, device=weight.device)
+        tail = torch.zeros(self.taps - 1, share(sum(self.widths)), dtype=dtype, device=weight.device)
         return Carried({"recurrent": recurrent, "tail": tail}, grad_from=grad_from)
 
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
@@ -75,7 +75,7 @@ class GatedDeltaNet(nn.Module):
         del projected  # without a graph, nothing else holds them
         weight = context.own_heads(self.conv1d.weight.squeeze(1), self.channels)
         mixed, tail = self.ops.conv(mixed, weight, past["tail"])
-        widths = [width // context.ranks for width in self.widths]
+        widths = [context.share(width) for width in self.widths]
         q, k, v = (
             part.unflatten(-1, (-1, width))
             for part, (_, width) in zip(mixed.split(widths, -1), self.channels, strict=True)

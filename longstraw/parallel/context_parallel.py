@@ -39,7 +39,9 @@ class ContextParallel:
 
     def __init__(self, ops: Ops, group: Group, experts: ExpertGroup):
         self._ops, self._group, self._experts = ops, group, experts
-        self.ranks = group.size
+
+    def share(self, size: int) -> int:
+        return size // self._group.size
 
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         return embed(tokens, weight, self._group)
@@ -53,13 +55,13 @@ class ContextParallel:
         """Send all tensors in one exchange: side by side in columns, a column a rank."""
         assert chunk is not None
         columns = [
-            part.unflatten(-1, (self.ranks, -1))
+            part.unflatten(-1, (self._group.size, -1))
             for x, parts in zip(tensors, sections, strict=True)
             for part in x.split([heads * width for heads, width in parts], -1)
         ]
         with labelled("heads"):
             own = GatherHeads.apply(torch.cat(columns, -1), self._group, chunk.count)
-        return list(own.split([x.shape[-1] // self.ranks for x in tensors], -1))
+        return list(own.split([self.share(x.shape[-1]) for x in tensors], -1))
 
     def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
         assert chunk is not None
@@ -69,7 +71,7 @@ class ContextParallel:
 
     def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
         parts = weight.split([heads * width for heads, width in sections])
-        return torch.cat([part.unflatten(0, (self.ranks, -1))[self._group.rank] for part in parts])
+        return torch.cat([part.unflatten(0, (self._group.size, -1))[self._group.rank] for part in parts])
 
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         return select_rows(q, weights, key, past, count, SpreadLatent(self._group, self._ops.latent, scale))
