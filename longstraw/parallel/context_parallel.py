@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from longstraw.ops import Ops
 from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
@@ -30,6 +29,7 @@ from longstraw.ops.past import Past
 from longstraw.ops.sequence_ops import Sections
 from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
 from longstraw.parallel.expert_parallel import ExpertGroup
+from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.latent_context_parallel import SpreadLatent, attend_rows, select_rows
 from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
 
@@ -80,7 +80,7 @@ class ContextParallel:
         return attend_rows(q, new, rows, past, SpreadLatent(self._group, self._ops.latent, scale))
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return self._experts.mix(x, chosen, weights, local(gate_up), local(down), ops=self._ops.moe)
+        return self._experts.mix(x, chosen, weights, local_tensor(gate_up), local_tensor(down), ops=self._ops.moe)
 
     def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
         return vocabulary_logprobs(hidden, weight, targets, self._group, self._ops.logits)
@@ -155,8 +155,3 @@ def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:
         return []
     blocks = [(chunk.own, True)]
     return blocks if chunk.stop == chunk.count else [*blocks, (slice(chunk.stop, chunk.count), False)]
-
-
-def local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a parameter that is spread over ranks; its gradient is that part's own."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -74,7 +74,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """Return this rank's part of ``x``."""
+    """Return this rank's part of ``x``; its gradient is that part's own."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -25,6 +25,7 @@ from longstraw.errors import RankLostError
 from longstraw.runtime.failure_files import parse_failure, ranks_folder, read_failure
 from longstraw.runtime.heartbeat import EMPTY, Heartbeat
 from longstraw.runtime.process_info import ProcessInfo, check_world_size, process_info
+from longstraw.runtime.whole_files import write_whole
 
 POLL_SECONDS = 0.05
 COMPOSE = timedelta(minutes=5)  # until rank 0 has read the configuration
@@ -123,9 +124,7 @@ def _meet(me: ProcessInfo, hardware: HardwareConfig, folder: Path) -> tuple[dist
         host = "127.0.0.1" if me.local_world_size == me.world_size else socket.gethostname()
         store = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".address.{os.getpid()}"
-        beside.write_text(f"{host} {store.port}")
-        os.replace(beside, _address_file(folder, me))
+        write_whole(_address_file(folder, me), f"{host} {store.port}")
         return _prefixed(store, me), host, store.port
     begun, patience, reason = time.monotonic(), 0.8 * hardware.timeout_s, ""
     while time.monotonic() - begun < patience:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longstraw.runtime.whole_files import write_whole
 from longstraw.tracking.recorder import latest_attempt, records_path
 from longstraw.tracking.schema import carried_gradient, numbers, status_word
 from longstraw.units import format_bytes, format_seconds
@@ -135,10 +135,4 @@ def aligned(rows: Sequence[dict[str, str]], columns: Sequence[str], left: Sequen
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file in one step: a reader sees the old one or the new one, whole."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -32,10 +32,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from longstraw.config.specification import differing_keys
 from longstraw.errors import RankLostError, describe, os_error, os_reason, status_of, write_error
+from longstraw.parallel.fsdp import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class Checkpoints:
         with torch.no_grad():
             for name, updated in self.updated.items():
                 if updated is not self.parameters[name]:
-                    _local(updated).copy_(_local(self.parameters[name]))
+                    local_tensor(updated).copy_(local_tensor(self.parameters[name]))
         if self.optimizer is not None:
             self.optimizer.state.clear()
             for (name, key), value in moments.items():
@@ -310,11 +310,6 @@ def _difference(written: list[int], found: list[int]) -> str:
     if found[0] < 0:
         return "is missing"
     return f"has {found[0]:,} of {written[0]:,} bytes" if found[0] != written[0] else "has other content"
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def random_states() -> dict[str, Tensor]:

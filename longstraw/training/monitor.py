@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from longstraw.memory.meter import NO_VERB, MemoryMeter
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Stop
+from longstraw.runtime.whole_files import write_whole
 from longstraw.state import RetainedState
 from longstraw.step import Observer
 
@@ -45,13 +45,9 @@ class Progress:
         self._written = time.monotonic()
         if self.path is None:
             return
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         content = {"step": self.step, "verb": self._verb, "done": self._done, "total": self._total}
-        try:
-            beside.write_text(json.dumps(content))
-            os.replace(beside, self.path)
-        except OSError:  # somebody to look at it is no reason to stop
-            beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a progress file that cannot be written is no reason to stop
+            write_whole(self.path, json.dumps(content))
 
 
 class Peaks:

@@ -56,6 +56,7 @@ WITHOUT_TORCH = {
     "longstraw.memory.kinds",
     "longstraw.runtime.process_info",
     "longstraw.runtime.failure_files",
+    "longstraw.runtime.whole_files",
     "longstraw.launch.placement",
     "longstraw.launch.spec",
     "analysis",
