@@ -25,7 +25,8 @@ from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
 from longstraw.launch.spec import SPEC
 from longstraw.runtime.process_info import is_copy, is_running
-from longstraw.tracking.run_folder import aligned, has_result, read_json, read_steps
+from longstraw.tracking.job_table import aligned
+from longstraw.tracking.run_folder import has_result, read_json, read_steps
 from longstraw.units import format_bytes, format_seconds
 
 COLUMNS = ("job", "state", "preempted", "step", "positions", "peak bytes", "doing", "log")

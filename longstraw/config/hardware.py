@@ -52,7 +52,7 @@ class HardwareConfig:
     def world_size(self) -> int:
         return self.ranks if self.ranks is not None else self.nodes * max(self.gpus_per_node, 1)
 
-    def played(self, device: bool) -> HardwareConfig:
+    def for_one_rank(self, device: bool) -> HardwareConfig:
         """Return what one process asks for that plays a rank of this hardware, on one such ``device`` or on none."""
         gpus = min(self.gpus_per_node, 1) if device else 0
         backend = self.backend if device else "cpu"

@@ -237,9 +237,10 @@ class RunConfig:
 
     @property
     def processes(self) -> HardwareConfig:
-        """What the job's processes ask for: one where a rank is played, whatever the hardware."""
-        played = self.mode in ("simulate", "emulate")
-        return self.hardware.played(device=self.mode == "emulate") if played else self.hardware
+        """What the job's processes ask for: ``simulate`` and ``emulate`` are one process, whatever the hardware."""
+        if self.mode in ("simulate", "emulate"):
+            return self.hardware.for_one_rank(device=self.mode == "emulate")
+        return self.hardware
 
     @property
     def prompt_positions(self) -> int:

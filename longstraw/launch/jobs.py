@@ -33,7 +33,8 @@ from longstraw.launch.spec import SPEC, Draft, Job, belongs_to_folder, freeze, n
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
 from longstraw.runtime.process_info import is_running, process_identity, process_info
-from longstraw.tracking.run_folder import has_result, last_row, read_json, table, write_json
+from longstraw.tracking.job_table import table
+from longstraw.tracking.run_folder import has_result, last_row, read_json, write_json
 from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 
 POLL_SECONDS = 0.5

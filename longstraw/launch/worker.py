@@ -184,13 +184,13 @@ def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator
         return
     from longstraw.runtime.rendezvous import connect
 
-    def last_word(lost: RankLostError) -> None:
+    def before_exit(lost: RankLostError) -> None:
         if rank() == 0 or claim_failover(folder, attempt, lost):
             record_failure(folder, status_of(lost), describe(lost), attempt, lost.rank)
 
     own = ranks_folder(folder, attempt)
     own.mkdir(parents=True, exist_ok=True)
-    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, before_exit=before_exit) as ranks:
         yield ranks
 
 

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-class DeferredModule:
+class LazyModule:
     """Imports a module when one of its attributes is first read."""
 
     def __init__(self, name: str):

@@ -62,13 +62,13 @@ class Group:
         longest = self._longest(count)
         gathered = x.new_empty(self.size * longest, *x.shape[1:])
         _all_gather(gathered, _padded(x, longest), group=self.group)
-        return self._closed(gathered, count)
+        return self._without_padding(gathered, count)
 
     def reduce_scatter(self, x: Tensor, count: int) -> Tensor:
         """Return this rank's [t, ...] of the sum of all ranks' ``x`` [n, ...]."""
         longest, own = self._longest(count), self.split(count)
         reduced = x.new_empty(longest, *x.shape[1:])
-        _reduce_scatter(reduced, self._opened(x, count), group=self.group)
+        _reduce_scatter(reduced, self._with_padding(x, count), group=self.group)
         return reduced[: own.stop - own.start]
 
     def gather_heads(self, x: Tensor, count: int) -> Tensor:
@@ -76,12 +76,12 @@ class Group:
         sent = _padded(x, self._longest(count)).transpose(0, 1).contiguous()  # [W, m, C]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        return self._closed(received.flatten(0, 1), count)
+        return self._without_padding(received.flatten(0, 1), count)
 
     def gather_positions(self, x: Tensor, count: int) -> Tensor:
         """Exchange ``x`` [n, C], this rank's column, for [t, W, C]: all columns of this rank's positions."""
         own = self.split(count)
-        sent = self._opened(x, count)  # [W m, C]
+        sent = self._with_padding(x, count)  # [W m, C]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         columns = received.unflatten(0, (self.size, -1)).transpose(0, 1)
@@ -96,7 +96,7 @@ class Group:
     def _longest(self, count: int) -> int:
         return max(-(-count // self.size), 1)  # not all backends can send nothing
 
-    def _closed(self, x: Tensor, count: int) -> Tensor:
+    def _without_padding(self, x: Tensor, count: int) -> Tensor:
         """Take the padding out of ``x`` [W m, ...]."""
         longest = self._longest(count)
         if count == len(x):
@@ -104,7 +104,7 @@ class Group:
         pieces = pairwise(self.borders(count))
         return torch.cat([x[r * longest : r * longest + stop - start] for r, (start, stop) in enumerate(pieces)])
 
-    def _opened(self, x: Tensor, count: int) -> Tensor:
+    def _with_padding(self, x: Tensor, count: int) -> Tensor:
         """Put the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
         longest = self._longest(count)
         if count == self.size * longest:

@@ -31,10 +31,10 @@ END_SECONDS = 150  # for a record and W&B to be closed once it is known that a r
 
 
 class Heartbeat:
-    """Watch the other ranks until ``part`` or ``leave``.
+    """Watch the other ranks until ``disconnect`` or ``stop``.
 
     ``store`` is a connection that nothing else uses: it blocks where rank 0 is stopped. ``folder`` is shared by the
-    ranks. ``last_word`` writes what must be written before this process ends without returning from a collective.
+    ranks. ``before_exit`` writes what must be written before this process ends without returning from a collective.
     Everything is over within about half of ``timeout_s``: a quarter of silence, then an eighth for the ranks to stop
     by themselves.
     """
@@ -45,9 +45,9 @@ class Heartbeat:
         store: Store,
         folder: Path,
         timeout_s: float,
-        last_word: Callable[[RankLostError], None],
+        before_exit: Callable[[RankLostError], None],
     ) -> None:
-        self.me, self.folder, self.last_word = me, folder, last_word
+        self.me, self.folder, self.before_exit = me, folder, before_exit
         self.tick = min(max(timeout_s / 60, 0.05), 1.0)
         self.silence = min(timeout_s / 4, 10.0 if me.by == "torchrun" else 60.0)  # torchrun kills the rest after 30 s
         self.patience = 0.8 * timeout_s  # with ranks that have not come yet
@@ -107,7 +107,7 @@ class Heartbeat:
         write_failure(self.folder, self.me.rank, own)
         return error
 
-    def part(self, store: Store) -> None:
+    def disconnect(self, store: Store) -> None:
         """End the watch once every rank has come so far; raise ``RankLostError`` if one is lost until then.
 
         ``store`` is the main thread's connection. Rank 0 goes last, because the others' store goes with it.
@@ -125,7 +125,7 @@ class Heartbeat:
                 break
             time.sleep(0.01)
 
-    def leave(self, cause: BaseException) -> None:
+    def stop(self, cause: BaseException) -> None:
         """End the watch of a rank that failed, once the others can know why."""
         if isinstance(cause, RankLostError):
             write_failure(self.folder, self.me.rank, failure_fields(cause))
@@ -221,7 +221,7 @@ class Heartbeat:
             with contextlib.suppress(Exception):  # whatever happens, this process ends
                 write_failure(self.folder, self.me.rank, failure_fields(lost))
                 print(f"longstraw: rank {self.me.rank} ends: {lost}", file=sys.stderr, flush=True)
-                self.last_word(lost)
+                self.before_exit(lost)
             os._exit(1)
         if not self._over.wait(END_SECONDS):
             os._exit(1)

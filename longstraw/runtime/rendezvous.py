@@ -57,12 +57,12 @@ def connect(
     run_dir: Path,
     attempt: int = 0,
     *,
-    last_word: Callable[[RankLostError], None] = lambda lost: None,
+    before_exit: Callable[[RankLostError], None] = lambda lost: None,
 ) -> Iterator[Ranks]:
     """Yield this process's place among the job's ranks, in a process group if there is more than one.
 
     While the block runs the ranks watch each other. If one fails, stops answering or never comes, every other raises
-    ``RankLostError`` within ``hardware.timeout_s``; one that waits inside a collective calls ``last_word`` and exits
+    ``RankLostError`` within ``hardware.timeout_s``; one that waits inside a collective calls ``before_exit`` and exits
     with 1. Leaving the block waits for all ranks. Raises ``ConfigError`` if the ranks started are not those of
     ``hardware``.
     """
@@ -74,7 +74,7 @@ def connect(
         return
     folder, limit = ranks_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
     store, host, port = _meet(me, hardware, folder)
-    peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, last_word)
+    peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, before_exit)
     try:
         peers.gather()
         group = dist.PrefixStore("group", store)
@@ -84,10 +84,10 @@ def connect(
             backend, store=group, rank=me.rank, world_size=me.world_size, timeout=limit, device_id=bound
         )
         yield Ranks(me.rank, me.world_size, me.local_rank, me.node, device, peers)
-        peers.part(store)
+        peers.disconnect(store)
     except BaseException as error:
         cause = peers.cause(error)
-        peers.leave(cause)
+        peers.stop(cause)
         if cause is error:
             raise
         raise cause from error

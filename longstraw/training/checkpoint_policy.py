@@ -48,23 +48,23 @@ class CheckpointPolicy:
         self._saved_at, self._random = time.monotonic(), random_states()
         return self._first or 0
 
-    def begin(self) -> None:
+    def before_step(self) -> None:
         """Stand at the border before a step: stop here if the job was asked to end."""
         self._random = random_states()
         self.stop.check()
 
-    def facts(self, step: int) -> dict[str, Any]:
+    def attempt_keys(self, step: int) -> dict[str, Any]:
         """Return what the record of a step says of attempts; raise ``Superseded`` where it must not be written."""
         if any_rank(self.recorder.superseded):
             raise Superseded("a later attempt of this job has begun; this one ends and leaves everything to it")
         return {"resumed_step": self._first, "repeated": step <= self._recorded}
 
-    def end(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """Stand at the border after ``step`` steps: write a checkpoint if one is due."""
         if step < self.config.steps and self._due(step):
             self._save(step)
 
-    def leave(self, step: int, asked: Preempted) -> dict[str, Any]:
+    def on_preemption(self, step: int, asked: Preempted) -> dict[str, Any]:
         """Write a checkpoint in answer to ``asked``, in step number ``step`` of which nothing is kept; return a row."""
         newest = self.checkpoints.newest
         if step % self.config.refresh_every == 0 and newest != step:

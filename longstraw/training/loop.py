@@ -63,7 +63,7 @@ def run_job(
                     _discard_saved(folder)
                 _save(trainer, folder)
         except Preempted as asked:
-            recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
+            recorder.log({**model_facts(trainer), **keeper.on_preemption(progress.step, asked)})
             return asked
         except (NotFiniteError, Superseded):
             raise
@@ -110,12 +110,12 @@ def _take_steps(trainer: Trainer, keeper: CheckpointPolicy) -> None:
     trainer.tag_optimizer()
     for step in range(first, trainer.config.steps):
         trainer.watch.progress.step = step
-        keeper.begin()
+        keeper.before_step()
         row = trainer.step(step)
-        keeper.recorder.log({**facts, **row, **keeper.facts(step)})
+        keeper.recorder.log({**facts, **row, **keeper.attempt_keys(step)})
         if row["status"] != "ok":
             raise NotFiniteError(f"step {step}: {row['error']}")
-        keeper.end(step + 1)
+        keeper.after_step(step + 1)
 
 
 def _failure(error: Exception, step: int, watch: Monitor) -> dict[str, Any]:

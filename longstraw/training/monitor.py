@@ -96,7 +96,7 @@ class Peaks:
             vars(self).update(before)
             self._reset()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what was started on the device, before a clock is read."""
 
     def _reset(self) -> None:
@@ -133,7 +133,7 @@ class CudaPeaks(Peaks):
         finally:
             self._switch(NO_VERB)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def _reset(self) -> None:
@@ -180,7 +180,7 @@ class Monitor(Observer):
             with self.peaks.during(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
                 yield
         finally:
-            self.peaks.settle()
+            self.peaks.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def advance(self, positions: int) -> None:

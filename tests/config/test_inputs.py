@@ -18,7 +18,7 @@ from longstraw.launch import inputs
 from longstraw.launch.jobs import labels
 from longstraw.launch.spec import Job
 from longstraw.run import parse
-from longstraw.tracking.run_folder import table
+from longstraw.tracking.job_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = {"prompt": "hello", "responses": [{"text": "yes", "reward": 1.0}, {"text": "no", "reward": 0}]}

@@ -18,10 +18,10 @@ from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-kernels = DeferredModule("longstraw.ops.attention.kernels")
+kernels = LazyModule("longstraw.ops.attention.kernels")
 
 
 def operand_type(dtype: torch.dtype) -> torch.dtype:

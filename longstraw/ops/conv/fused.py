@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.conv import reference
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.kernel_workspace import conv_backward_bytes, conv_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
-kernels = DeferredModule("longstraw.ops.conv.kernels")
+kernels = LazyModule("longstraw.ops.conv.kernels")
 
 
 def causal_conv(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

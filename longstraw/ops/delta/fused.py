@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.delta import reference
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.kernel_workspace import delta_backward_bytes, delta_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
-kernels = DeferredModule("longstraw.ops.delta.kernels")
+kernels = LazyModule("longstraw.ops.delta.kernels")
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

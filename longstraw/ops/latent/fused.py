@@ -16,14 +16,14 @@ from torch import Tensor
 
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent.reference import Buffers, Rows
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WEIGHT_TILE = 2**25  # attention weights kept between the two kernels of the backward, 64 MiB in bfloat16, twice
 QUERY_TILE = 2048  # queries attended to, or scored, at a time
 CANDIDATES = 2**13  # rows that one program chooses from: the best so far and newly scored ones
 MOST = 2**13  # rows a query: twice as many candidates are counted in 16 bits
-kernels = DeferredModule("longstraw.ops.latent.kernels")
+kernels = LazyModule("longstraw.ops.latent.kernels")
 
 
 def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:

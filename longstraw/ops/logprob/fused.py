@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 from longstraw.ops.logprob import reference
 
 SPLIT = 4096  # columns that one program of the forward reduces
 GRADIENT_TILE = 8192  # columns whose gradient exists at a time
-kernels = DeferredModule("longstraw.ops.logprob.kernels")
+kernels = LazyModule("longstraw.ops.logprob.kernels")
 
 
 def token_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
