@@ -1,8 +1,8 @@
-"""What needs more of a chunk than one position: attention, scan, choice of rows, vocabulary. Here: all in one process.
+"""The operations that need several positions of a chunk (attention, scan, choice of rows, vocabulary), for one process.
 
-Layers call these through ``Ops.context``. A model that is spread over ranks gets another object with the same methods
-(``parallel.context``), in which every process has a part of a chunk's positions; a layer does not know which it has.
-``chunk`` says how the positions lie; where one process has them all it has nothing to say.
+Layers call them through ``Ops.context``. A model that is sharded over ranks gets an object with the same methods from
+``parallel.context_parallel`` instead, with which every rank has a part of a chunk's positions; layers are the same in
+both cases. ``chunk`` describes the parts and is ignored here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Context(Protocol):
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         """Choose rows as ``ops.latent.reference.select_rows`` does, of the retained ``index_key`` and of ``key``.
 
-        What comes back is for ``attend_rows`` to read.
+        The result is an argument of ``attend_rows``.
         """
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:

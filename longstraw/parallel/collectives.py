@@ -1,7 +1,7 @@
-"""The collectives that a chunk's ranks use, for any number of positions, and the bytes that they send.
+"""Collectives over the ranks that share a chunk, for any number of positions, with labels for the bytes they send.
 
-Positions of a chunk are spread evenly: rank r of W has [n r // W, n (r + 1) // W) of n. A rank without any takes part
-all the same. Collectives move equal pieces, so pieces are padded to the longest; padding never meets a value.
+Positions of a chunk are spread evenly: rank r of W has [n r // W, n (r + 1) // W) of n. A rank without positions takes
+part in every collective. Collectives need equal pieces, so pieces are padded to the longest and the padding removed.
 
 W ranks, n positions of a chunk, t of them here, m = ceil(n / W).
 """
@@ -28,7 +28,7 @@ _label = UNLABELLED
 
 @contextmanager
 def labelled(name: str) -> Iterator[None]:
-    """Let what is sent in this block count as ``name``'s."""
+    """Count bytes sent in this block under ``name``."""
     global _label
     before, _label = _label, name
     try:
@@ -38,7 +38,7 @@ def labelled(name: str) -> Iterator[None]:
 
 
 def current_label() -> str:
-    """Return whose bytes are being sent."""
+    """Return the label under which bytes are counted now."""
     return _label
 
 
@@ -97,7 +97,7 @@ class Group:
         return max(-(-count // self.size), 1)  # not all backends can send nothing
 
     def _without_padding(self, x: Tensor, count: int) -> Tensor:
-        """Take the padding out of ``x`` [W m, ...]."""
+        """Remove the padding from ``x`` [W m, ...]."""
         longest = self._longest(count)
         if count == len(x):
             return x
@@ -105,7 +105,7 @@ class Group:
         return torch.cat([x[r * longest : r * longest + stop - start] for r, (start, stop) in enumerate(pieces)])
 
     def _with_padding(self, x: Tensor, count: int) -> Tensor:
-        """Put the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
+        """Insert the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
         longest = self._longest(count)
         if count == self.size * longest:
             return x.contiguous()

@@ -29,7 +29,7 @@ def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
 
 
 def _notes(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> list[str]:
-    """Return what explains a loss or a gradient of 0."""
+    """Return notes that explain a loss or gradient of 0."""
     notes = []
     equal = sum(row.get("reward_std") == 0 for row in records)
     if equal and not config.get("algorithm", {}).get("kl_coef"):
@@ -40,7 +40,7 @@ def _notes(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
 
 
 def _loss(row: dict[str, Any]) -> str:
-    """Return a loss as text: 0 where it is below the rounding of the sum of advantages that it is on policy."""
+    """Return a loss as text, ``0`` if it is only rounding: on policy it is the sum of advantages, which is 0."""
     rounding = 1e-6 * (row.get("advantage_abs_mean") or 0.0)
     return "0" if abs(row["loss"]) <= rounding else f"{row['loss']:.6g}"
 
@@ -67,7 +67,7 @@ def _cells(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
 
 
 def aligned(rows: Sequence[dict[str, str]], columns: Sequence[str], left: Sequence[str]) -> str:
-    """Return rows of text under each other; the columns in ``left`` begin at the left, others end at the right."""
+    """Return the rows as text with aligned columns; those in ``left`` are aligned left, the others right."""
     widths = {key: max(len(row[key]) for row in rows) for key in columns}
     lines = []
     for row in rows:

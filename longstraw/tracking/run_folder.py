@@ -31,9 +31,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(run_dir: Path, *, every: bool = False) -> list[dict[str, Any]]:
-    """Return a job's records over all its attempts, each step once, as the last attempt to do it has it.
+    """Return a job's records over all attempts, each step once: the row of the latest attempt that did it.
 
-    With ``every`` line also those of steps that were done again, and of attempts that were asked to end.
+    With ``every``, also rows of steps that were repeated later, and of attempts that were asked to end.
     """
     kept: list[dict[str, Any]] = []
     for attempt in range((latest_attempt(run_dir) or 0) + 1):
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_result(run_dir: Path) -> bool:
-    """Return whether a job has said how it ended; one that was preempted has not ended."""
+    """Return whether a job has a final result; a preempted job has none."""
     return read_json(run_dir / "result.json").get("status") not in (None, "preempted")
 
 

@@ -1,7 +1,7 @@
 """The causal convolution by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
-fla is imported when its kernels are launched: on fake tensors all of this runs without it, and what they allocate
-inside is counted by scratch.
+fla is imported when its kernels are launched, so this runs on fake tensors without it; memory that the kernels allocate
+inside is counted there by ``fake_workspace``.
 
 T positions, C channels, W taps.
 """
