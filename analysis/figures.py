@@ -1,4 +1,4 @@
-"""Figures from the capacity table, drawn without a display."""
+"""Draw figures of peak memory from the capacity table. Needs no display."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The peak of a rank: beside the paper's, by kind, and by what is trained.
+"""Tables of a rank's peak memory for the notebooks: beside the paper's, by kind, and by what is trained.
 
-What the notebooks tabulate. Bytes are exact here and shown in GB of 10^9 bytes. A simulated peak is a count of what the
+ Bytes are exact here and shown in GB of 10^9 bytes. A simulated peak is a count of what the
 real step allocates for one rank on fake tensors, a measured one was allocated on a device; a table never mixes the two.
 """
 

@@ -1,4 +1,4 @@
-"""Figures of a rank's peak: against one number of the case, and stacked by kind. Drawn without a display."""
+"""Draw a rank's peak memory for the notebooks: against context, group size or ranks, and stacked by kind."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Context(Protocol):
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         """Choose rows as ``ops.latent.reference.select_rows`` does, of the retained ``index_key`` and of ``key``.
 
-        What comes back is for ``attend_rows`` to read.
+        The result is an argument of ``attend_rows``.
         """
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:

@@ -1,12 +1,12 @@
 """A chunk's positions spread over ranks: the operations that join positions, with complete gradients.
 
-State stands still and queries travel: every rank attends from all of a chunk's queries to the rows that it holds, and
-the partial results are merged by log-sum-exp. The backward sends queries and gradients the same way, so what a row owes
-is complete where the row is. Delta layers exchange positions for heads around convolution and scan. The vocabulary is
-spread by rows and never gathered: hidden states travel.
+Queries are sent, retained rows are not. Each rank attends with all of a chunk's queries to its own rows, and partial
+results are merged by log-sum-exp. The backward sends queries and gradients in the same way, so the whole gradient of a
+row is accumulated on the rank that holds it. Delta layers exchange positions for heads around convolution and scan. The
+vocabulary is sharded by rows and never gathered: hidden states are sent.
 
-What every rank computes alike from what was gathered (log-probabilities, the loss) has its gradient alike on all ranks;
-from there on each rank's gradient is its own part of a sum over ranks.
+Log-probabilities and the loss are computed on every rank from gathered values, so their gradient is the same on all
+ranks; below them each rank's gradient is its own part of a sum over ranks.
 
 W ranks, n positions of a chunk, t of them here, P retained rows here, H query heads, N key/value heads, D head width,
 d model width, V rows of the vocabulary here.
@@ -35,7 +35,7 @@ from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
 
 
 class ContextParallel:
-    """The methods of ``ops.context.Context`` where ``group`` shares each chunk's positions."""
+    """The methods of ``ops.sequence_ops.Context`` for ranks (``group``) that share each chunk's positions."""
 
     def __init__(self, ops: Ops, group: Group, experts: ExpertGroup):
         self._ops, self._group, self._experts = ops, group, experts
@@ -52,7 +52,7 @@ class ContextParallel:
         return _SpreadAttention.apply(q, k, v, past.pair("key", "value"), scale, past.chunk, spread)
 
     def to_heads(self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None) -> list[Tensor]:
-        """Send all tensors in one exchange: side by side in columns, a column a rank."""
+        """Exchange all tensors at once, concatenated into one column for each rank."""
         assert chunk is not None
         columns = [
             part.unflatten(-1, (self._group.size, -1))
@@ -150,7 +150,7 @@ class _SpreadAttention(torch.autograd.Function):
 
 
 def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:
-    """Return which of a chunk's queries see the rows made here, and whether as a triangle: own ones, and all later."""
+    """Return the queries that see this rank's new rows, and whether causally: its own ones, then all later ones."""
     if chunk.start == chunk.stop:
         return []
     blocks = [(chunk.own, True)]

@@ -1,4 +1,4 @@
-"""Failure files: why a rank ended, one small JSON file a rank in the run's folder. No torch."""
+"""Read and write failure files: one small JSON file for each failed rank, with the reason. No torch."""
 
 from __future__ import annotations
 

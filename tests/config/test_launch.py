@@ -19,7 +19,8 @@ from longstraw.launch import placement
 from longstraw.launch.result import record_failure
 from longstraw.launch.worker import rank
 from longstraw.runtime.process_info import is_running
-from longstraw.tracking.run_folder import last_row, read_json, read_rows, table
+from longstraw.tracking.job_table import table
+from longstraw.tracking.run_folder import last_row, read_json, read_rows
 
 CPU = {"name": "cpu", "backend": "cpu"}
 FULL = {

@@ -3,8 +3,9 @@
 from longstraw.config import from_dict, option
 from longstraw.launch import jobs as launch
 from longstraw.simulation.simulate import simulate_job
+from longstraw.tracking.job_table import table
 from longstraw.tracking.recorder import RunIdentity
-from longstraw.tracking.run_folder import last_row, read_json, table
+from longstraw.tracking.run_folder import last_row, read_json
 from longstraw.tracking.schema import check
 
 

@@ -17,7 +17,12 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
     {"longstraw.models"},
     {"longstraw.step", "longstraw.parallel", "longstraw.selfcheck"},
     {"longstraw.memory.estimate", "longstraw.memory.fit"},
-    {"longstraw.tracking.constants", "longstraw.tracking.recorder", "longstraw.tracking.run_folder"},
+    {
+        "longstraw.tracking.constants",
+        "longstraw.tracking.recorder",
+        "longstraw.tracking.run_folder",
+        "longstraw.tracking.job_table",
+    },
     {"longstraw.training"},
     {"longstraw.simulation"},
     {"longstraw.training.loop"},

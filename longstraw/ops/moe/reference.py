@@ -1,7 +1,7 @@
 """A mixture of SwiGLU experts over tokens sorted by expert, in plain PyTorch.
 
-T tokens, N = T x chosen experts (fewer or more where tokens travel), E experts, d model width, I inner width of an
-expert. At least float32 where results add up; matrix products in the dtype of their inputs, or in ``inner``, into which
+T tokens, N = T x chosen experts (another number with expert parallelism), E experts, d model width, I inner width of an
+expert. Sums in at least float32; matrix products in the dtype of their inputs, or in ``inner``, into which
 the weights of one expert at a time are cast.
 """
 
@@ -53,7 +53,7 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``x``, of the entries' weights and, if asked for, of ``gate_up`` and ``down``.
 
-    What an expert makes inside is made again for its own tokens, so that it is never there for all tokens at once.
+    Activations inside an expert are recomputed for its own tokens, so they never exist for all tokens at once.
     """
     token, weight, counts = routed
     grad, learnt = grads
