@@ -309,7 +309,8 @@ def _job(composed: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from hydra_plugins.longstraw_launcher.launcher import save_composed
-    from longstraw.launch.jobs import launch, prepare
+    from longstraw.launch.jobs import launch
+    from longstraw.launch.prepare import prepare
     from longstraw.launch.spec import draft
 
     hydra = HydraConfig.get()

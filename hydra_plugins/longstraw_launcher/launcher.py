@@ -31,7 +31,8 @@ class LongStrawLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Launch the jobs and wait; exit with their status if any failed."""
-        from longstraw.launch.jobs import launch, prepare
+        from longstraw.launch.jobs import launch
+        from longstraw.launch.prepare import prepare
         from longstraw.launch.spec import draft
         from longstraw.tracking.command_line import typed_command
 

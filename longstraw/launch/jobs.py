@@ -19,17 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, from_dict, to_dict
+from longstraw.config import ConfigError, from_dict
 from longstraw.errors import RankLostError, describe, is_users
 from longstraw.launch.display import JobLine, Screen, show_job
-from longstraw.launch.executors import check_path, check_slurm, start_local, submit_slurm
-from longstraw.launch.inputs import check_inputs, without_effect
+from longstraw.launch.executors import check_path, start_local, submit_slurm
 from longstraw.launch.logs import failed_tail, tail
 from longstraw.launch.manifest import find_entry, write_manifest
 from longstraw.launch.placement import resolve
 from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import Submitted
-from longstraw.launch.spec import SPEC, Draft, Job, belongs_to_folder, freeze, new_run_id
+from longstraw.launch.spec import SPEC, Job
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
 from longstraw.runtime.process_info import is_running, process_identity, process_info
@@ -42,61 +41,6 @@ PRINTED_FAILURES = 3  # failed jobs whose last log lines are printed
 STOP_SECONDS = 15  # time for a job to stop after it was asked to
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 HUNG_RANK_SECONDS = 10  # time for the ranks of a failed job to stop
-
-
-def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list[Job]:
-    """Return the jobs, each frozen to its ``spec.json``; raise ``ConfigError`` naming every job that is wrong."""
-    jobs: dict[Path, Job] = {}
-    wrong = [(given.num, given.error) for given in drafts if given.error]
-    asked: dict[str, str] = {}  # sbatch's answer for each set of resources
-    going_on: set[Path] = set()  # folders of jobs that SLURM started again
-    for given in drafts:
-        if given.config is None:
-            continue
-        try:
-            placement = resolve(given.config)
-            if given.run_dir in jobs:
-                raise ConfigError(f"{given.run_dir} is also job {jobs[given.run_dir].num}'s folder; hydra.sweep.subdir")
-            if belongs_to_folder(given.run_dir, given.config):
-                going_on.add(given.run_dir)
-            if placement.executor == "slurm":
-                check_slurm(given.run_dir.parent, given.config, asked)
-            if sweep or placement.executor == "slurm" or given.config.processes.world_size != process_info().world_size:
-                check_path(given.run_dir, placement.executor)
-            given.config.mode = placement.mode
-            check_inputs(given.config)
-        except (NameError, ValueError, RuntimeError, OSError) as error:
-            wrong.append((given.num, str(error)))
-            continue
-        jobs[given.run_dir] = Job(given.num, given.overrides, given.run_dir, given.config, placement)
-    if wrong:
-        raise ConfigError(_error_lines(wrong, len(drafts)))
-    for note in dict.fromkeys(filter(None, (without_effect(job.config) for job in jobs.values()))):
-        print(f"longstraw: {note}", file=sys.stderr)
-    stamp = new_run_id(drafts[0].run_dir.parent.name)
-    frozen: list[Path] = []
-    try:
-        for job in jobs.values():
-            if job.run_dir not in going_on:
-                spec = {"run_id": f"{stamp}-{job.num}", "sweep": sweep, "num": job.num, "overrides": job.overrides}
-                freeze(job.run_dir, {**spec, "command": command, "config": to_dict(job.config)})
-                frozen.append(job.run_dir)
-    except BaseException:
-        for run_dir in frozen:
-            (run_dir / SPEC).unlink(missing_ok=True)
-        raise
-    return list(jobs.values())
-
-
-def _error_lines(wrong: Sequence[tuple[int, str]], count: int) -> str:
-    """Return one line for each reason, with its jobs."""
-    reasons: dict[str, list[str]] = {}
-    for num, reason in sorted(wrong):
-        reasons.setdefault(reason, []).append(str(num))
-    if count == 1:
-        return next(iter(reasons))
-    lines = [f"job{'s' * (len(nums) > 1)} {', '.join(nums)}: {reason}" for reason, nums in reasons.items()]
-    return "\n".join([f"{len({num for num, _ in wrong})} of {count} jobs are wrong, none was started", *lines])
 
 
 def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
