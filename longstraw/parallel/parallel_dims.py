@@ -38,7 +38,7 @@ def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if heads % (world // dp) == 0]
         raise ConfigError(
             f"{cp} ranks cannot share a prompt: the {heads} {which} of {model.name} cannot be split, "
-            f" so the number of ranks of a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
+            f"so the number of ranks of a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
         )
     if not _all_hold_rows(model.vocab_size, cp):
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if _all_hold_rows(model.vocab_size, world // dp)]
