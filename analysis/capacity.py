@@ -102,7 +102,7 @@ def with_paper(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the table as people read it, all strings: what tells the jobs apart, what they held and how they ended."""
+    """Return the table as people read it, all strings: in what the jobs differ, what they held and how they ended."""
     rows = frame.to_dict("records")
     asked = [row["context"] for row in rows if not pd.isna(row["positions"]) and row["positions"] != row["context"]]
     table = pd.DataFrame({key: frame[key].map(text) for key in ["claim"] if frame[key].notna().any()}, dtype=object)

@@ -136,7 +136,7 @@ def group_growth(frame: pd.DataFrame) -> Shown:
 
 
 def by_kind(frame: pd.DataFrame, columns: Sequence[str]) -> Shown:
-    """Return what each job's peak consisted of, in GB; ``columns`` are the keys that tell the jobs apart."""
+    """Return what each job's peak consisted of, in GB; ``columns`` are the keys in which the jobs differ."""
     frame, table = _begun(frame, columns)
     table["peak in"] = frame["peak_verb"].map(_text)
     table["peak GB"] = frame["peak_allocated_bytes"].map(gigabytes)

@@ -49,9 +49,12 @@ def is_installed(package: str) -> bool:
 
 def without_effect(config: RunConfig) -> str | None:
     """Return one line that names the keys without effect in a job's mode, or None."""
-    played, detached = config.mode != "run", config.prompt_grad == "detached"
+    simulates, detached = config.mode != "run", config.prompt_grad == "detached"
     without = {
-        f"mode={config.mode}": {"save": played and config.save, "checkpoint.*": played and _is_set(config.checkpoint)},
+        f"mode={config.mode}": {
+            "save": simulates and config.save,
+            "checkpoint.*": simulates and _is_set(config.checkpoint),
+        },
         "prompt_grad=detached": {
             "prompt_grad_window": detached and config.prompt_grad_window is not None,
             "state.gradient_dtype": detached and config.state.gradient_dtype is not None,

@@ -1,6 +1,6 @@
-"""Check the jobs of a command, freeze each to its ``spec.json``, and run them here or through SLURM until all are over.
+"""Run prepared jobs in this process, as local processes or through SLURM, and show them until all are over.
 
-A command launches all of its jobs or, if one is wrong, none.
+``prepare.py`` checks them first: a command launches all of its jobs or, if one is wrong, none.
 """
 
 from __future__ import annotations

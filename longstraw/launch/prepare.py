@@ -1,4 +1,4 @@
-"""Jobs before any of them starts: checked all together, then each frozen to its ``spec.json``."""
+"""Check the jobs of a command all together, then freeze each to its ``spec.json``, before any of them starts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ExpertGradients(NamedTuple):
     """What the backward is given: the output's gradient [T, d], and whether the experts' weights get one."""
 
     grad: Tensor
-    learnt: bool
+    trainable: bool
 
 
 def experts_forward(
@@ -56,11 +56,11 @@ def experts_backward(
     Activations inside an expert are recomputed for its own tokens, so they never exist for all tokens at once.
     """
     token, weight, counts = routed
-    grad, learnt = grads
+    grad, trainable = grads
     grad_x = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     grad_weight = torch.empty_like(weight)
-    grad_gate_up = torch.zeros_like(gate_up) if learnt else None
-    grad_down = torch.zeros_like(down) if learnt else None
+    grad_gate_up = torch.zeros_like(gate_up) if trainable else None
+    grad_down = torch.zeros_like(down) if trainable else None
     inner = inner or x.dtype
     for expert, entries in _segments(counts):
         tokens = token[entries]
