@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from analysis.cases import SETUP, differing, gradient
 from longstraw.units import GB, MIB
 
+# Okabe and Ito's palette, distinct for colour-blind readers
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")
 _KINDS: dict[str, dict[str, Any]] = {  # how a peak is known
     "measured": {"linestyle": "-", "marker": "o", "linewidth": 1.8, "markersize": 6},
