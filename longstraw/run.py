@@ -35,15 +35,15 @@ KEYS = """\
   response_length=8192      of it, at most for the response; default: the model's
   chunk=16Ki                prompt positions evaluated at a time; default: the model's
   prompt_grad=exact         detached (the paper's) or exact (through the prompt too)
-  prompt_grad_window=64Ki   stop that walk after the last so many prompt positions
+  prompt_grad_window=64Ki   with exact: only through the last so many prompt positions
   refresh_every=1           optimizer steps that share one retained prompt
   steps=1 seed=0            optimizer steps, seed
-  model.checkpoint=FOLDER   the weights, in transformers' format; default: random ones drawn from the seed
+  model.checkpoint=FOLDER   the weights, in transformers' format or FILE.gguf; default: random ones drawn from the seed
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   claim=NAME                a name under which the analysis groups records
-  mode=auto                 run, simulate (no hardware), emulate (one GPU plays one rank of many), or auto: run
+  mode=auto                 run, simulate (no hardware), emulate (one rank of many on one GPU), or auto: run
                             where the hardware is, else simulate
 """
 HELP = """\
@@ -309,7 +309,8 @@ def _job(composed: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from hydra_plugins.longstraw_launcher.launcher import save_composed
-    from longstraw.launch.jobs import launch, prepare
+    from longstraw.launch.jobs import launch
+    from longstraw.launch.prepare import prepare
     from longstraw.launch.spec import draft
 
     hydra = HydraConfig.get()

@@ -1,4 +1,4 @@
-"""The configuration of a job as typed objects, which YAML files and the command line become."""
+"""The configuration of a job as typed objects, made from YAML files and the command line."""
 
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning

@@ -1,4 +1,7 @@
-"""The files of a checkpoint or adapter in transformers' format, looked at without reading a tensor; no torch."""
+"""Find and check the files of a checkpoint or adapter in transformers' format by their headers. No torch.
+
+``models.hf_weights`` reads the tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class CheckpointError(ValueError):
-    """A folder that does not hold the weights of this model, or cannot take them."""
+    """A folder does not hold the weights of this model, or weights cannot be written to it."""
 
 
 def check_weights(folder: str | Path, *, layers: int = 0, embedding: tuple[int, int] | None = None) -> None:
@@ -133,7 +136,7 @@ def stored_files(folder: Path) -> dict[str, Path]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of each tensor, by name; the file is as long as that says.
+    """Return the header of a safetensors file, by tensor name; raise if the file is not as long as it says.
 
     Eight bytes hold the length of a JSON object, whose ``data_offsets`` count from its end
     (https://github.com/huggingface/safetensors#format).
@@ -151,13 +154,13 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path, *others: type[Exception]) -> Iterator[None]:
-    """Turn what goes wrong while ``path`` is read, also with ``others``, into a ``CheckpointError`` that names it."""
+    """Turn errors while ``path`` is read, ``others`` included, into a ``CheckpointError`` that names the file."""
     try:
         yield
     except (*UNREADABLE, *others) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: cannot be read, it may have broken off: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read, it may be incomplete: {error}") from error
 
 
 def first_names(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A model's sizes as a typed object, from ``conf/model`` or from a checkpoint's own ``config.json``.
+"""Read a model's configuration, from ``conf/model`` or from a checkpoint's ``config.json``, into its family's class.
 
 Field names are those of the published ``config.json``, so that a checkpoint's own file fills the same class.
 """
@@ -19,13 +19,13 @@ from longstraw.config.architectures.base import ModelConfig, RopeScaling
 from longstraw.config.checks import ConfigError, choose
 from longstraw.config.converted import checkpoint_folder
 
-INNER_CHUNK = 64  # prompt chunks are cut at multiples of it, and so of what the delta rule solves at a time
+INNER_CHUNK = 64  # prompt chunks are multiples of it, and so of the positions that the delta rule solves at a time
 
 
 def inner_chunk(key_width: int) -> int:
     """Return the positions that the delta rule solves at a time: a power of two near the width of a key head.
 
-    Pairs of positions within cost as much as the state then; more of them would be paid for and not be needed.
+    Work on pairs of positions then costs about as much as work on the state; longer inner chunks would cost more.
     """
     return min(max(1 << (key_width.bit_length() - 1), 16), INNER_CHUNK)
 
@@ -45,7 +45,7 @@ def available(group: str) -> tuple[str, ...]:
 
 
 def option(group: str, name: str) -> dict[str, Any]:
-    """Return what one file of ``conf/`` says, its defaults list left out; interpolations stay as written."""
+    """Return the content of a file of ``conf/`` without its defaults list; interpolations are not resolved."""
     plain = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items() if key != "defaults"}
@@ -82,7 +82,7 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     rope = _object(path, key, text.get(key) or {})
     known = {f.name for f in fields(family)}
     values = {key: value for key, value in {**rope, **text}.items() if key in known and value is not None}
-    for key, valid in family.hf_values.items():  # what would load without complaint and then compute something else
+    for key, valid in family.hf_values.items():  # settings that would load and then be computed wrongly
         if text.get(key, rope.get(key)) not in valid:
             raise ConfigError(f"{path}: {key}={text.get(key, rope.get(key))!r} is not supported, only {valid[0]!r}")
     values |= {"rope_scaling": _rope_scaling(path, text, rope)}
@@ -121,7 +121,7 @@ def _object(path: Path, key: str, value: Any) -> dict[str, Any]:
 
 
 def _rope_scaling(path: Path, text: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``RopeScaling`` that transformers' ``rope_parameters`` mean."""
+    """Return the fields of ``RopeScaling`` for transformers' ``rope_parameters``."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
@@ -136,13 +136,13 @@ def _rope_scaling(path: Path, text: Mapping[str, Any], rope: Mapping[str, Any]) 
     original = given.setdefault("original_max_position_embeddings", longest)
     if "factor" not in given:
         if not (isinstance(longest, int) and isinstance(original, int) and original > 0):
-            raise ConfigError(f"{path}: YaRN without a factor, and no lengths that give it")
+            raise ConfigError(f"{path}: YaRN without a factor, and without the lengths to compute it")
         given["factor"] = longest / original
     return given
 
 
 def _without_yarn(path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Check that what transformers has no default for is there."""
+    """Raise if a value that transformers has no default for is missing."""
     needed: tuple[str, ...] = ("factor",)
     if given["rope_type"] == "llama3":
         needed += ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
@@ -161,7 +161,7 @@ def _model_config(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Mo
 
 
 def typed(schema: type[Any], values: Mapping[str, Any], where: str) -> Any:
-    """Return an object of the dataclass ``schema``; what does not fit is a ``ConfigError`` that names ``where``."""
+    """Return an object of the dataclass ``schema``; raise ``ConfigError`` naming ``where`` if a value does not fit."""
     known = tuple(f.name for f in fields(schema))
     for key in values:
         choose(f"{where} key", key, known)

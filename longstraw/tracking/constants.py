@@ -1,4 +1,4 @@
-"""The record's keys that follow from the configuration alone."""
+"""Compute the keys of a record that follow from the configuration alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from longstraw.tracking.schema import plain
 
 
 def constant_keys(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that the configuration alone decides, so that a row written before any step is complete.
+    """Return the keys that the configuration alone decides, so that rows written before the first step have them.
 
     ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where there are no
     formulas; a step's own row says what was predicted of that step.
     """
-    from longstraw.memory.estimate import (  # here: the analysis reads records and asks for no prediction
+    from longstraw.memory.estimate import (  # imported here: analysis imports this package and needs no prediction
         is_predicted,
         predict,
     )

@@ -1,4 +1,4 @@
-"""A stand-in for the training loop, put in its place in this process's children, so that jobs can be made to fail."""
+"""Replace the training loop in child processes by one that fails on demand, to test how failed jobs are handled."""
 
 import json
 import os

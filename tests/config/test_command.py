@@ -42,7 +42,7 @@ def test_help_without_torch(longstraw):
         (["+typo=1"], "longstraw: +typo=1: there is no key typo"),
         (["group_size=many"], "longstraw: group_size=many: Value 'many'"),
         (["group_size=2,8"], "longstraw: group_size=2,8: several values are a sweep, which wants -m"),
-        (["mode=emulate", "hardware=cuda"], "longstraw: mode=emulate plays a rank of hardware=cuda on one GPU"),
+        (["mode=emulate", "hardware=cuda"], "longstraw: mode=emulate runs a rank of hardware=cuda on one GPU"),
         (["response_length=1Ki"], "longstraw: response_length=1024 leaves no prompt in context=1024"),
         (["hardware=h20x8", "mode=run"], "longstraw: mode=run: hardware=h20x8 wants 8 GPUs, 0 visible here"),
         (

@@ -16,10 +16,13 @@ from longstraw.launch import display as watch
 from longstraw.launch import executors as submit
 from longstraw.launch import jobs as launch
 from longstraw.launch import placement
+from longstraw.launch.prepare import prepare
 from longstraw.launch.result import record_failure
+from longstraw.launch.spec import Draft
 from longstraw.launch.worker import rank
 from longstraw.runtime.process_info import is_running
-from longstraw.tracking.run_folder import last_row, read_json, read_rows, table
+from longstraw.tracking.job_table import table
+from longstraw.tracking.run_folder import last_row, read_json, read_rows
 
 CPU = {"name": "cpu", "backend": "cpu"}
 FULL = {
@@ -50,18 +53,18 @@ def config(hardware=CPU, **values):
 
 
 def drafts(folder, *configs):
-    return [launch.Draft(num, [f"seed={num}", "steps=1"], folder / str(num), c) for num, c in enumerate(configs)]
+    return [Draft(num, [f"seed={num}", "steps=1"], folder / str(num), c) for num, c in enumerate(configs)]
 
 
 def prepared(folder, *configs):
-    return launch.prepare(drafts(folder, *configs), command="longstraw -m", sweep="s")
+    return prepare(drafts(folder, *configs), command="longstraw -m", sweep="s")
 
 
 def test_every_job_is_checked_before_any_is_frozen(tmp_path):
-    wrong = [launch.Draft(3, [], tmp_path / "3", None, "context: not a count")]
+    wrong = [Draft(3, [], tmp_path / "3", None, "context: not a count")]
     good, early = config(), config({"name": "gpu", "gpus_per_node": 1}, mode="run")
     with pytest.raises(ConfigError) as error:
-        launch.prepare([*drafts(tmp_path, good, early, early), *wrong], command="c", sweep="s")
+        prepare([*drafts(tmp_path, good, early, early), *wrong], command="c", sweep="s")
     lines = str(error.value).splitlines()
     assert lines[0] == "3 of 4 jobs are wrong, none was started"
     assert [line.split(":")[0] for line in lines[1:]] == ["jobs 1, 2", "job 3"]

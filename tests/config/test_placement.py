@@ -83,7 +83,7 @@ def test_run_without_the_hardware_names_what_is_missing():
 def test_an_emulation_wants_one_device_of_many():
     found = placement.resolve(job({**CPU, "ranks": 4}, mode="emulate"))
     assert (found.mode, found.executor) == ("emulate", "local")
-    with pytest.raises(ConfigError, match=r"rank of hardware=h20x8 on one GPU, and none is visible .*mode=simulate"):
+    with pytest.raises(ConfigError, match=r"rank of hardware=h20x8 on one GPU, and no GPU is visible .*mode=simulate"):
         placement.resolve(job({**NODE, "dp": 2}, mode="emulate"))
     asks = job({**NODE, "dp": 2}, mode="emulate").processes
     assert (asks.backend, asks.gpus_per_node, asks.world_size) == ("cuda", 1, 1)

@@ -2,9 +2,12 @@
 
 from longstraw.config import from_dict, option
 from longstraw.launch import jobs as launch
+from longstraw.launch.prepare import prepare
+from longstraw.launch.spec import Draft
 from longstraw.simulation.simulate import simulate_job
+from longstraw.tracking.job_table import table
 from longstraw.tracking.recorder import RunIdentity
-from longstraw.tracking.run_folder import last_row, read_json, table
+from longstraw.tracking.run_folder import last_row, read_json
 from longstraw.tracking.schema import check
 
 
@@ -16,8 +19,8 @@ def config(memory_gb, mode="run"):
 
 
 def prepared(folder, *configs):
-    drafts = [launch.Draft(num, [f"seed={num}"], folder / str(num), c) for num, c in enumerate(configs)]
-    return launch.prepare(drafts, command="longstraw", sweep=None)
+    drafts = [Draft(num, [f"seed={num}"], folder / str(num), c) for num, c in enumerate(configs)]
+    return prepare(drafts, command="longstraw", sweep=None)
 
 
 def test_a_run_that_cannot_fit_is_a_row_and_no_job(tmp_path, capsys):

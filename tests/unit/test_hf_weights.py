@@ -162,7 +162,7 @@ def test_broken_folders_say_what_is_wrong(tmp_path):
     whole = (folder / SINGLE).read_bytes()
     for length in (len(whole) - 1000, 100, 4, 0):
         (folder / SINGLE).write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="broken off"):
+        with pytest.raises(CheckpointError, match="it may be incomplete"):
             load_model(folder)
     (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):
