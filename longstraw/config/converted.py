@@ -54,6 +54,12 @@ def is_gguf(checkpoint: str | Path) -> bool:
     return Path(checkpoint).suffix.lower() == ".gguf"
 
 
+def is_unfetched(checkpoint: str) -> bool:
+    """Return whether ``checkpoint`` is a model that was not fetched; its sizes in ``conf/model`` are what is known."""
+    name = checkpoint.removeprefix(SCHEME)
+    return name != checkpoint and not fetched_folder(name).is_dir()
+
+
 def checkpoint_folder(checkpoint: str | Path) -> Path:
     """Return the folder in transformers' format that ``model.checkpoint`` means.
 

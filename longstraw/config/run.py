@@ -16,6 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
+from longstraw.config.converted import is_unfetched
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
@@ -318,7 +319,7 @@ def from_composed(composed: Any) -> RunConfig:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
     config = from_dict({str(key): value for key, value in values.items()})
-    if config.model.checkpoint is not None:
+    if config.model.checkpoint is not None and not is_unfetched(config.model.checkpoint):
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
         if config.model.rope_scaling.factor != 1:
             kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's

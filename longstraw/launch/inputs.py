@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from longstraw.config import CheckpointConfig, ConfigError, RunConfig
+from longstraw.config.converted import checkpoint_folder
 from longstraw.config.hf_files import check_adapter, check_weights
 from longstraw.data import check_data, tokenizer_folder
 
@@ -19,9 +20,9 @@ def check_inputs(config: RunConfig) -> None:
         check_adapter(config.adapter.checkpoint)
     if config.mode == "run":  # else weights and data are made up
         if config.model.checkpoint is not None:
-            sizes = config.model
-            embedding = (sizes.vocab_size, sizes.hidden_size)
-            check_weights(config.model.checkpoint, layers=sizes.num_hidden_layers, embedding=embedding)
+            folder = checkpoint_folder(config.model.checkpoint)
+            embedding = (config.model.vocab_size, config.model.hidden_size)
+            check_weights(folder, layers=config.model.num_hidden_layers, embedding=embedding)
         check_data(config)
     if config.hardware.python is None:  # another Python has its own packages
         _check_packages(config)

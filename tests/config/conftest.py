@@ -11,6 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """Let no model be fetched, whatever the user's cache holds."""
+    monkeypatch.setenv("LONGSTRAW_CACHE", str(tmp_path / "cache"))
+
+
 FINDER = """
 import importlib.abc, importlib.util, os, sys
 
