@@ -60,7 +60,7 @@ def test_commands_of_slurm_without_a_cluster_are_no_slurm(monkeypatch):
     ("says", "configured"),
     [
         (
-            "sinfo: error: fetch_config: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source",
+            "sinfo: error: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source",
             False,
         ),
         ("slurm_load_partitions: Unable to contact slurm controller (connect failure)", True),
