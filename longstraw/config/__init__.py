@@ -12,6 +12,7 @@ from longstraw.config.model import (
     load_model_config,
     option,
     read_model_config,
+    use_conf_dirs,
 )
 from longstraw.config.run import (
     COUNTS,
@@ -74,4 +75,5 @@ __all__ = [
     "read_model_config",
     "schema_of",
     "to_dict",
+    "use_conf_dirs",
 ]

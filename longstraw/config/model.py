@@ -6,7 +6,7 @@ Field names are those of the published ``config.json``, so that a checkpoint's o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,38 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"conf/config.yaml is neither beside nor inside {here}; install longstraw again")
 
 
+_USERS: list[Path] = []  # folders of option files that the command named
+
+
+def use_conf_dirs(folders: Sequence[Path]) -> None:
+    """Search ``folders`` for option files too, after ours, as Hydra does; raise ``ConfigError`` for a missing one."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder of option files; it holds folders such as model/ or hardware/")
+    _USERS[:] = folders
+
+
 def available(group: str) -> tuple[str, ...]:
     """Return the names in one config group, such as ``model``."""
-    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+    return tuple(sorted({path.stem for folder in (conf_dir(), *_USERS) for path in (folder / group).glob("*.yaml")}))
 
 
 def option(group: str, name: str) -> dict[str, Any]:
-    """Return the content of a file of ``conf/`` without its defaults list; interpolations are not resolved."""
-    plain = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key != "defaults"}
+    """Return the content of an option file over that of the options it inherits; interpolations are not resolved."""
+    choose(group, name, available(group))
+    found = next(path for folder in (conf_dir(), *_USERS) if (path := folder / group / f"{name}.yaml").is_file())
+    plain = OmegaConf.to_container(OmegaConf.load(found))
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{found}: an option file holds keys and values, such as name: {name}")
+    if plain.get("name", name) != name:
+        raise ConfigError(f"{found}: name: {plain['name']} is not the file's name; write name: {name}")
+    bases = [str(entry).partition("@")[0] for entry in plain.pop("defaults", []) if isinstance(entry, str)]
+    inherited = [option(group, base) for base in bases if base in available(group) and base != name]
+    return {str(key): value for content in (*inherited, plain) for key, value in content.items()}
 
 
 def load_model_config(name: str, **overrides: Any) -> ModelConfig:
     """Return the configuration of a model by the name of its file in ``conf/model``, without Hydra."""
-    choose("model", name, available("model"))
     return _model_config(option("model", name), overrides)
 
 

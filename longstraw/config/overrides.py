@@ -6,6 +6,7 @@ each one line with the nearest valid keys. ``run.py`` parses the arguments, beca
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, choose, conf_dir, option, schema_of
+from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, conf_dir, option, schema_of
 from longstraw.units import parse_count
 
 FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint")
@@ -92,7 +93,7 @@ def _check_one(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
     if key in FOLDERS:
         for value in argument.values:
             if not (key == "sweep" and value is None):
-                choose(key, value, available(key))
+                option(key, str(value))  # which names the valid ones, or what is wrong in the file
     elif key in GROUPS:
         raise ConfigError(f"{argument.text}: {key} is a set of keys; write {key}.KEY=VALUE")
     else:
@@ -170,10 +171,11 @@ def _free_path(path: str, schema: type[Any]) -> bool:
 def value_types() -> dict[str, Any]:
     """Return the type of every key of every option; of ``X | None`` it is X."""
     types = dict.fromkeys(RUN_FOLDERS, str)
-    every = {group: available(group) for group in FOLDERS}
     for group in ("", *GROUPS):
-        for _, schema in _schemas(group, every):
-            types |= _field_types(schema, f"{group}." if group else "")
+        for name in available(group) if group in FOLDERS else ("",):
+            with contextlib.suppress(ConfigError):  # a file of the user's that is wrong matters once it is chosen
+                for _, schema in _schemas(group, {group: (name,)}):
+                    types |= _field_types(schema, f"{group}." if group else "")
     return types
 
 

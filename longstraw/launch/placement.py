@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
+from longstraw.launch.slurm import is_configured
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.runtime.process_info import check_world_size, process_info
 
@@ -78,7 +79,7 @@ def find(hardware: HardwareConfig) -> Placement:
         return Placement(
             "run", "local", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})"
         )
-    sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
+    sbatch = hardware.partition is not None and shutil.which("sbatch") is not None and is_configured()
     if "SLURM_JOB_ID" in os.environ:
         return Placement("run", "local", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
     if hardware.backend == "cpu":
@@ -91,7 +92,9 @@ def find(hardware: HardwareConfig) -> Placement:
         return Placement("run", "local", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
     if sbatch:
         return Placement("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
-    lacks = "sbatch is not on PATH" if hardware.partition is not None else "hardware.partition names no SLURM partition"
+    lacks = "hardware.partition names no SLURM partition"
+    if hardware.partition is not None:
+        lacks = "sbatch is not on PATH" if shutil.which("sbatch") is None else "SLURM's commands know no cluster"
     shape = (
         f"{hardware.nodes} nodes with {hardware.gpus_per_node} GPUs each"
         if hardware.nodes > 1

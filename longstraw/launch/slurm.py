@@ -7,6 +7,7 @@ keep accounts, and is not needed. Jobs are submitted in ``executors.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 ASK_SECONDS = 30  # time limit of one command
 POLL_SECONDS = 2.0  # between two queries of squeue, for all jobs together
+NOT_CONFIGURED = "Could not establish a configuration source"  # SLURM's message where no cluster is set up
 FORGET_SECONDS = 60.0  # a job that SLURM has not listed for so long is over
 LAG_SECONDS = 10.0  # until a file written on a node is visible here
 OVER = {  # final states
@@ -67,6 +69,19 @@ def ask(*command: str, stdin: str | None = None) -> str:
     if done.returncode:
         raise SlurmError(_words(done.stderr) or f"{command[0]} ended with {done.returncode} and said nothing")
     return done.stdout
+
+
+@functools.cache
+def is_configured() -> bool:
+    """Return whether this machine belongs to a cluster: SLURM's commands may be installed without one.
+
+    A cluster whose controller does not answer counts: submitting to it says why it fails.
+    """
+    try:
+        ask("sinfo", "--noheader", "--format=%R")
+    except SlurmError as error:
+        return NOT_CONFIGURED not in str(error)
+    return True
 
 
 def _words(text: str) -> str:
