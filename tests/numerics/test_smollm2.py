@@ -112,7 +112,7 @@ STEPS = [pytest.param(prompt, id=f"{prompt}", marks=marks) for prompt, marks in 
 @pytest.mark.parametrize("prompt_grad", ["exact", "detached"])
 @pytest.mark.parametrize("adapter", ["lora", "none"])
 def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_grad, adapter):
-    """One step of plain gradient descent, large enough to be seen; compared in float64, where no rounding is."""
+    """One step of plain gradient descent, large enough to be seen; compared in float64, where rounding is small."""
     model = add_adapter(load_model(folder), AdapterConfig(name=adapter))
     group = text_group(tokens, prompt)
     before = grpo_step(model, group, chunk=512, prompt_grad=prompt_grad).logprobs
@@ -129,7 +129,8 @@ def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_
         save_adapter(model, tmp_path / "saved")
         read = peft.PeftModel.from_pretrained(theirs(folder), tmp_path / "saved")
     ours = score_fresh(model.double(), group, chunk=512)
-    assert furthest(their_logprobs(read.double(), group), ours) < 1e-5
+    # Rotary angles stay in float32 in both; at 2,048 positions the two differ by 1.5e-5 before any step too.
+    assert furthest(their_logprobs(read.double(), group), ours) < (1e-5 if prompt < 1000 else 5e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved" if adapter == "none" else folder)
     assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
