@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.config import HardwareConfig, RunConfig, from_dict
-from longstraw.errors import RankLostError, describe, status_of
+from longstraw.errors import RankLostError, TooLargeError, describe, status_of
 from longstraw.launch.result import record_failure, write_result
 from longstraw.launch.slurm import SlurmError, own_id, requeue
 from longstraw.runtime.failure_files import failure_fields, ranks_folder, write_failure
+from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.runtime.process_info import check_world_size, process_info, threads
 from longstraw.tracking.run_folder import last_row, write_json
+
+log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
 
@@ -64,9 +67,12 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     try:
         config = from_dict(spec["config"])
         _prepare_process()
+        refusal = _predict(config) if rank() == 0 else None
         run_job = _loop(config.mode)
         context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
         with _connected(config.processes, folder, attempt) as ranks:
+            if refusal is not None:
+                raise TooLargeError(refusal)
             stopped = run_job(config, folder, attempt=attempt, **context, **ranks)
     except Superseded:
         raise
@@ -89,16 +95,33 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
 def _loop(mode: str) -> Callable[..., Preempted | None]:
     """Return what takes a job's steps, or simulates them; imports torch."""
     if mode == "simulate":
-        from longstraw.simulation.simulate import simulate_job
+        from longstraw.simulation.jobs import simulate_job
 
         return simulate_job
     if mode == "emulate":
-        from longstraw.simulation.emulate import emulate_job
+        from longstraw.simulation.jobs import emulate_job
 
         return emulate_job
     from longstraw.training.loop import run_job
 
     return run_job
+
+
+def _predict(config: RunConfig) -> str | None:
+    """Predict what the job's rows compare their counts with; return why it cannot fit this machine, if it cannot.
+
+    A prediction that fails is no reason not to run.
+    """
+    from longstraw.memory.fit import predicted, too_large_here  # here: the command line asks for it where it has to
+
+    try:
+        predicted(config)
+        if config.mode != "run":
+            return None
+        return too_large_here(config, memory_limits(), process_info().local_world_size)
+    except Exception as error:
+        log.warning("memory cannot be predicted: %s", describe(error))
+        return None
 
 
 def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:

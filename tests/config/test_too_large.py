@@ -2,7 +2,7 @@
 
 from longstraw.config import from_dict, option
 from longstraw.launch import jobs as launch
-from longstraw.simulation.simulate import simulate_job
+from longstraw.simulation.jobs import simulate_job
 from longstraw.tracking.run_folder import last_row, read_json, table
 from longstraw.tracking.schema import check
 
