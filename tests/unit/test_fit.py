@@ -53,7 +53,7 @@ def test_host_memory_bounds_what_lies_there():
 
 
 def test_a_refusal_says_the_parts_and_what_would_fit():
-    config = configured(prompt_grad="exact", context=2**20)
+    config = configured(prompt_grad="exact", context=2**18)
     reason = fit.too_large(config)
     assert "\n" not in reason
     for part in ("predicted, in prompt_backward", "state_gradient ", "hardware.memory_gb=0.102", "leaves 100.000 MB"):
