@@ -35,7 +35,7 @@ def test_the_table_names_contexts_and_the_smallest_hardware(capsys):
     lines = [line for line in said.splitlines() if "lora" in line]
     assert [line.split("│")[1].strip() for line in lines] == ["detached", "exact", "exact"]
     smallest = [line.split("│")[-2].strip() for line in lines]
-    assert "100.000 MB a device" in said
+    assert "100.0 MB a device" in said
     contexts = [int(line.split("│")[6].replace(",", "")) for line in lines]
     assert contexts[1] < contexts[2] < contexts[0]
     assert all(
