@@ -1,4 +1,4 @@
-"""What tells one job from another."""
+"""The keys in which jobs differ, and how they are shown."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Job:
 
     @property
     def status(self) -> str:
-        """How the job ended; ``unfinished`` where steps are missing: it is running, or was killed without a word.
+        """How the job ended; ``unfinished`` where steps are missing: it runs, or was killed silently.
 
         A simulation has the steps that hold most, and no others.
         """
@@ -67,33 +67,33 @@ def find_files(paths: Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
-def read_rows(path: Path, tell: Callable[[str], None] = note) -> list[Row]:
-    """Return a file's rows with every key of the listing; lines that are no records are told and left out.
+def read_rows(path: Path, report: Callable[[str], None] = note) -> list[Row]:
+    """Return a file's rows with every key of the listing; lines that are no records are reported and left out.
 
     A row without ``run_id`` belongs to the file's folder, one without ``attempt`` to the attempt in the file's name.
     """
     match = re.fullmatch(r"records\.(\d+)\.jsonl", path.name)
     defaults = {"run_id": str(path.parent), "attempt": int(match[1]) if match else 0}
     rows = []
-    for number, line in enumerate(_content(path, tell).splitlines(), start=1):
+    for number, line in enumerate(_content(path, report).splitlines(), start=1):
         if not line.strip():
             continue
         try:
             row = numbers(json.loads(line))
         except ValueError:
-            tell(f"{path}:{number}: broken off, left out")
+            report(f"{path}:{number}: broken off, left out")
             continue
         if not isinstance(row, dict):
-            tell(f"{path}:{number}: no record, left out")
+            report(f"{path}:{number}: no record, left out")
             continue
         full = {key: row.get(key) for key in KEYS}
         for key, value in full.items():
             if value is not None and not (fits(value, KEYS[key].type) and _within_64_bits(value)):
                 kind = f"{KEYS[key].type.__name__} of 64 bits at most"
-                tell(f"{path}:{number}: {key} must be {kind}, not {value!r:.60}; taken as unknown")
+                report(f"{path}:{number}: {key} must be {kind}, not {value!r:.60}; taken as unknown")
                 full[key] = None
         if (full["schema"] or 0) > SCHEMA:
-            tell(f"{path}:{number}: of schema {full['schema']}, this reads {SCHEMA}; newer keys are not shown")
+            report(f"{path}:{number}: of schema {full['schema']}, this reads {SCHEMA}; newer keys are not shown")
         rows.append({**full, **{key: value for key, value in defaults.items() if full[key] is None}})
     return rows
 
@@ -105,11 +105,11 @@ def _within_64_bits(value: Any) -> bool:
     return not isinstance(value, int) or abs(value) < 2**63
 
 
-def _content(path: Path, tell: Callable[[str], None]) -> bytes:
+def _content(path: Path, report: Callable[[str], None]) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        tell(f"{path}: cannot be read ({error.strerror}), left out")
+        report(f"{path}: cannot be read ({error.strerror}), left out")
         return b""
 
 

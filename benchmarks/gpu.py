@@ -43,6 +43,7 @@ from longstraw.config.settings import parse_settings
 from longstraw.layers.attention import Attention
 from longstraw.layers.delta import GatedDeltaNet
 from longstraw.layers.latent import Indexer, LatentAttention
+from longstraw.layers.op_cases import Draw
 from longstraw.models import build_model
 from longstraw.ops import Ops, choose_ops
 from longstraw.ops.attention import attend
@@ -333,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, console = torch.device(settings.device), Console()
     console = console if console.is_terminal else Console(width=120)
     backend = settings.device
-    findings = check_ops(config, backend=backend, device=device, positions=512, rows=4096)
+    findings = check_ops(config, Draw(device, getattr(torch, config.dtype), 0), backend=backend)
     wrong = sorted({f"{x.op}: {x.tensor} off by {x.distance:.1e}" for x in findings if not x.passed})
     console.print(f"selfcheck of {config.name}: {'FAILED' if wrong else f'{len(findings)} tensors right'}", *wrong)
     if wrong:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longstraw.grpo import Group
     from longstraw.models import build_model, load_model
-    from longstraw.step import grpo_step
+    from longstraw.step import grpo_step, prefill
 
 _HOMES = {
     "Group": "longstraw.grpo",
     "build_model": "longstraw.models",
     "load_model": "longstraw.models",
     "grpo_step": "longstraw.step",
+    "prefill": "longstraw.step",
 }
-__all__ = ["Group", "build_model", "grpo_step", "load_model"]
+__all__ = ["Group", "build_model", "grpo_step", "load_model", "prefill"]
 
 
 def __getattr__(name: str) -> Any:

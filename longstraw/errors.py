@@ -1,6 +1,18 @@
-"""How an exception reads in a record and on a terminal."""
+"""How an exception reads in a record and on a terminal, and which error of the operating system was behind it."""
 
 from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+UNWRITABLE = {  # what a user may know by another name than the system's
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "no permission to write",
+}
 
 
 class RankLostError(RuntimeError):
@@ -31,7 +43,8 @@ def status_of(error: BaseException) -> str:
 
 def describe(error: BaseException) -> str:
     """Return an exception in one line; a message meant for the user stands alone, without the class's name."""
-    lines = str(error).strip().splitlines()
+    plain = error.strerror if isinstance(error, OSError) and error.filename is None else None  # without [Errno 28]
+    lines = str(plain or error).strip().splitlines()
     text = lines[0] if lines else ""
     return (
         text
@@ -43,3 +56,37 @@ def describe(error: BaseException) -> str:
 def is_users(error: BaseException) -> bool:
     """Return whether an exception speaks of what the user wrote: configuration, data, files."""
     return isinstance(error, ValueError | OSError) or status_of(error) == "oom"
+
+
+def os_error(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error that led to an exception, ``None`` if none did.
+
+    Libraries raise their own instead: torch's zip writer and OmegaConf chain it, safetensors writes its number.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            return OSError(int(number[1]), os.strerror(int(number[1])))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Return why nothing can be written into a folder now; ``None`` if something can."""
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(1 << 16))
+    except OSError as error:
+        return error
+    finally:
+        probe.unlink(missing_ok=True)
+    return None
+
+
+def os_reason(error: OSError) -> str:
+    """Return the reason of an error of the operating system in plain words, with its own behind them."""
+    known = UNWRITABLE.get(error.errno or 0)
+    return f"{known} ({error.strerror})" if known else str(error.strerror or error)

@@ -184,7 +184,7 @@ def denominators(group: Group, algorithm: AlgorithmConfig, response_length: int)
     """Return what the loss of each kept token is divided by, one number a response.
 
     ``response_length`` is the configured one, read by ``normalize=constant`` only. A response without kept tokens has
-    nothing to divide: its number stands for an empty sum and is 1 or more.
+    nothing to divide: it divides an empty sum and is 1 or more.
     """
     size = len(group.responses)
     masks = group.loss_masks

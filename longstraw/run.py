@@ -11,14 +11,19 @@ import functools
 import os
 import re
 import shutil
+import signal
 import sys
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":  # Ctrl-C while the rest is loaded ends the command without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from longstraw.config import ConfigError, available, conf_dir
 from longstraw.config.overrides import FILES, FOLDERS, RUN_FOLDERS, Typed, check, is_list, plain_value, value_types
+from longstraw.errors import os_error, os_reason
 from longstraw.runtime.process_info import process_info
 from longstraw.tracking.command_line import typed_command
 
@@ -76,11 +81,18 @@ def main() -> None:
 
         raise SystemExit(run_torchrun_worker())
     quiet = os.environ.get("HYDRA_FULL_ERROR") is None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _start(quiet)
+    except KeyboardInterrupt:  # before a job began, or once more while it ends
+        print("longstraw: interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
+        found = os_error(error)  # OmegaConf raises its own where a resolver cannot make a folder
+        if quiet and found is not None:
+            stop(_unwritable(found))
         if quiet and _is_users(error):
-            stop(str(error).split("\n    full_key:")[0] + _elsewhere(error))  # OmegaConf's own view of where it was
+            stop(str(error).split("\n    full_key:")[0])  # OmegaConf's own view of where it was
         raise
     finally:
         _remove_unused()
@@ -103,11 +115,12 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _elsewhere(error: Exception) -> str:
-    """Return how records go elsewhere, where an error is that a folder cannot be written."""
-    if not isinstance(error, OSError) or error.errno not in UNWRITABLE:
-        return ""
-    return "; records go elsewhere with hydra.sweep.dir=FOLDER (without -m: hydra.run.dir=FOLDER/0)"
+def _unwritable(error: OSError) -> str:
+    """Return what the operating system refused, and how records go elsewhere where a folder cannot be written."""
+    reason = os_reason(error) if error.filename is None else f"{error.filename}: {os_reason(error)}"
+    if error.errno not in UNWRITABLE:
+        return reason
+    return f"{reason}; records go elsewhere with hydra.sweep.dir=FOLDER (without -m: hydra.run.dir=FOLDER/0)"
 
 
 def _is_users(error: Exception) -> bool:
@@ -295,6 +308,7 @@ def _job(composed: Any) -> None:
     """Run the one job of a command without ``-m``."""
     from hydra.core.hydra_config import HydraConfig
 
+    from hydra_plugins.longstraw_launcher.launcher import save_composed
     from longstraw.launch.jobs import launch, prepare
     from longstraw.launch.spec import draft
 
@@ -305,6 +319,9 @@ def _job(composed: Any) -> None:
         jobs = prepare(drafts, command=typed_command(), sweep=None)
     except ConfigError as error:
         stop(str(error))  # before Hydra adds lines of its own
+    except OSError as error:
+        stop(_unwritable(error))
+    save_composed(composed, hydra.overrides.task, folder)
     code = launch(jobs, folder.parent, alone=True)
     if code:
         raise SystemExit(code)

@@ -75,23 +75,19 @@ class Finding:
 
 
 def check_ops(
-    config: ModelConfig,
-    *,
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    positions: int = 512,
-    rows: int = 4096,
-    seed: int = 0,
+    config: ModelConfig, draw: Draw, *, backend: str, positions: int = 512, rows: int = 4096
 ) -> list[Finding]:
-    """Compare each operation that ``config``'s layers call with its reference; return what was found, worst first."""
-    dtype = dtype or getattr(torch, config.dtype)
+    """Compare each operation that ``config``'s layers call with its reference; return what was found, worst first.
+
+    ``draw`` makes the inputs, on the device and in the dtype that are checked.
+    """
     fused, reference = choose_ops(backend), choose_ops("reference")
     findings = []
-    for name, inputs, run in _cases(config, Draw(device, dtype, seed), positions, rows):
+    for name, inputs, run in _cases(config, draw, positions, rows):
         values = run(fused, inputs)
         targets = run(reference, {key: _widened(x) for key, x in inputs.items()})
-        findings += [Finding(name, key, _distance(x, targets[key]), BARS[dtype]) for key, x in values.items()]
+        bar = BARS[draw.dtype]
+        findings += [Finding(name, key, _distance(x, targets[key]), bar) for key, x in values.items()]
     return sorted(findings, key=lambda x: -x.distance if x.distance == x.distance else -math.inf)
 
 
@@ -115,7 +111,8 @@ def check_job(config: RunConfig) -> tuple[str | None, Exception | None]:
         return "off", None
     device = torch.device("cuda")
     try:
-        require(check_ops(config.model, backend="cuda", device=device, positions=min(config.chunk, 512)), device)
+        draw = Draw(device, getattr(torch, config.model.dtype), 0)
+        require(check_ops(config.model, draw, backend="cuda", positions=min(config.chunk, 512)), device)
     except Exception as error:
         return "failed", error
     torch.cuda.empty_cache()
@@ -184,15 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = parse_settings(Settings, sys.argv[1:] if arguments is None else arguments)
         config = load_model_config(settings.model)
         device = torch.device(settings.device)
-        findings = check_ops(
-            config,
-            backend=settings.backend,
-            device=device,
-            dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
-            positions=settings.positions,
-            rows=settings.rows,
-            seed=settings.seed,
-        )
+        draw = Draw(device, getattr(torch, settings.dtype or config.dtype), settings.seed)
+        sizes = {"positions": settings.positions, "rows": settings.rows}
+        findings = check_ops(config, draw, backend=settings.backend, **sizes)
     except ValueError as error:
         print(f"longstraw.selfcheck: {error}", file=sys.stderr)
         return 2

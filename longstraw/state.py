@@ -47,10 +47,10 @@ class RetainedState(Protocol):
         """Keep what ``count`` new positions add; rows in ``update`` belong to the ``first`` of them and following."""
 
     def leaves(self, end: int, grad: bool) -> Past:
-        """Return the state as positions [0, end) left it; with ``grad``, what is done with it leaves its gradient."""
+        """Return the state as positions [0, end) left it; with ``grad``, gradients of its uses are accumulated."""
 
     def cotangent(self, start: int, end: int) -> Tensors:
-        """Return, and forget, the gradient owed to the update of positions [start, end)."""
+        """Return, and forget, the gradient accumulated for the update of positions [start, end)."""
 
     def freeze(self) -> None:
         """Keep no gradient: no trained parameter reaches this state."""
@@ -78,21 +78,20 @@ class Appended:
         rows: dict[str, tuple[int, ...]],
         *,
         grad_from: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Tensor,
         frozen: tuple[str, ...] = (),
         storage: RowStorage = DEFAULT_STORAGE,
     ):
         """Allocate ``capacity`` rows of each named shape; rows from ``grad_from`` on get a gradient (None: none).
 
-        ``dtype`` and ``device`` are the model's; ``storage`` says where that is not how rows are kept.
+        Rows have the dtype and device of ``like`` unless ``storage`` says otherwise.
         """
         self.positions = 0
         self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
-        self._device, self._staging = device, storage.staging
-        kept = storage.dtype or dtype
+        self._device, self._staging = like.device, storage.staging
+        kept = storage.dtype or like.dtype
         self._gradient_dtype = storage.gradient_dtype or torch.promote_types(
-            torch.promote_types(dtype, kept), torch.float32
+            torch.promote_types(like.dtype, kept), torch.float32
         )
         self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
         self._layer = -1 if self._staging is None else self._staging.add(self._rows)
@@ -129,10 +128,10 @@ class Appended:
             raise IndexError(f"no gradient is kept for position {start}, only from {self._grad_from}")
         before = self._held(self._grad_from)
         piece = slice(self._held(start) - before, self._held(end) - before)
-        owed = {name: buffer[piece] for name, buffer in self._grads.items()}
+        accumulated = {name: buffer[piece] for name, buffer in self._grads.items()}
         if self._staging is None:
-            return owed
-        return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in owed.items()}
+            return accumulated
+        return {name: rows.to(self._device, non_blocking=True, copy=True) for name, rows in accumulated.items()}
 
     def freeze(self) -> None:
         self._trained = []
@@ -200,8 +199,8 @@ class Carried:
 
     def cotangent(self, start: int, end: int) -> Tensors:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}
-        owed, self._grads = self._grads, {}  # the border moves left; a new sum begins there
-        return owed
+        accumulated, self._grads = self._grads, {}  # the border moves left; a new sum begins there
+        return accumulated
 
     def freeze(self) -> None:
         self._frozen = True

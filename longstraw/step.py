@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from longstraw.state import RetainedState
 
 
 class Observer:
-    """Told what the step does, as it does it; the base class ignores it. A place to stop safely is between calls."""
+    """Called with what the step does, as it does it; the base class ignores it. A step may be stopped between calls."""
 
     def verb(self, name: str, positions: int) -> AbstractContextManager[None]:
         """Enter a verb that will evaluate ``positions``."""
@@ -74,6 +74,43 @@ class Retained:
             for name, size in state.num_bytes().items():
                 total[name] = total.get(name, 0) + size
         return total
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How steps are taken, whatever their groups."""
+
+    chunk: int  # prompt positions evaluated at a time, a multiple of 64
+    prompt_grad: str = "exact"  # or ``detached``
+    prompt_grad_window: int | None = None  # positions that the exact gradient reaches back; None: all
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    response_length: int | None = None  # read by Dr. GRPO's constant; None: the longest response
+    state: StateConfig | None = None  # how retained rows are kept; None: in the model's dtype, on its device
+
+    def __post_init__(self) -> None:
+        if self.response_length is not None and self.response_length < 1:
+            raise ValueError(
+                f"response_length={self.response_length} must be at least 1, or None for the longest response"
+            )
+
+    def grad_from(self, prompt: Tensor) -> int | None:
+        """Return the first position of ``prompt`` [P] whose state gets a gradient; None: no position's does."""
+        return gradient_start(len(prompt) - 1, self.chunk, self.prompt_grad, self.prompt_grad_window)
+
+
+@dataclass(frozen=True)
+class PreparedGroup:
+    """A group whose prompt is evaluated, with what its loss needs beside the policy's log-probabilities.
+
+    ``prefilled`` and ``scored`` are the positions evaluated for it so far.
+    """
+
+    group: Group
+    retained: Retained
+    old_logprobs: list[Tensor] | None = None  # [R] a response
+    reference_logprobs: list[Tensor] | None = None
+    prefilled: int = 0
+    scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,23 +177,21 @@ def score(
 
 
 def replay(
-    model: Decoder,
-    retained: Retained,
-    group: Group,
-    *,
-    algorithm: AlgorithmConfig,
-    response_length: int,
-    old_logprobs: list[Tensor] | None = None,
-    reference_logprobs: list[Tensor] | None = None,
-    observer: Observer = _UNOBSERVED,
+    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = _UNOBSERVED
 ) -> tuple[Tensor, list[Tensor], float, Statistics]:
-    """Run the branches of ``group`` one at a time with autograd; each graph is freed before the next one is built.
+    """Run the responses of a group one at a time with autograd; each graph is freed before the next one is built.
 
-    Gradients add up on the parameters and, where it takes part, on the retained state. Returns the group's loss, the
-    log-probabilities [R] of each response on the host, the mean entropy and the counts of the loss.
+    Gradients are accumulated on the parameters and, where it takes part, on the retained state. Returns the group's
+    loss, the log-probabilities [R] of each response on the host, the mean entropy and the counts of the loss.
     """
+    group, retained = prepared.group, prepared.retained
     losses_of = branch_losses(
-        group, algorithm, response_length, old_logprobs, reference_logprobs, retained.prompt.device
+        group,
+        options.algorithm,
+        max(group.response_positions) if options.response_length is None else options.response_length,
+        prepared.old_logprobs,
+        prepared.reference_logprobs,
+        retained.prompt.device,
     )
     masks: Sequence[Tensor | None] = group.loss_masks or [None] * len(group.responses)
     logprobs: list[Tensor] = []
@@ -181,7 +216,7 @@ def replay(
 
 
 def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = _UNOBSERVED) -> float:
-    """Carry the gradient that branches left on the state back through the prompt, one recomputed chunk at a time.
+    """Carry the gradient that responses left on the state back through the prompt, one recomputed chunk at a time.
 
     Adds to the gradients of the parameters and consumes ``retained``. Returns the largest absolute difference between
     what was evaluated again and what was retained: 0 where evaluation is deterministic.
@@ -203,18 +238,18 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
             end = min(start + retained.chunk, positions)
             past = [state.leaves(start, grad=start > first) for state in states]
             _, updates = model(retained.prompt[start:end], past, state_only=True)
-            owed: list[Tensor] = []
+            tensors: list[Tensor] = []
             gradients: list[Tensor] = []
             for state, update in zip(states, updates, strict=True):
                 difference = max(difference, state.difference(update, start, end))
                 for name, gradient in state.cotangent(start, end).items():
                     if update[name].requires_grad:  # not so below the first trained layer
-                        owed.append(update[name])
+                        tensors.append(update[name])
                         gradients.append(gradient)
             del updates, update
-            if owed:
-                torch.autograd.backward(owed, gradients)
-            del owed, gradients, past
+            if tensors:
+                torch.autograd.backward(tensors, gradients)
+            del tensors, gradients, past
             observer.holds(states)
             observer.advance(end - start)
     return difference
@@ -235,70 +270,57 @@ def grpo_step(
 ) -> StepResult:
     """Add the gradient of one group's loss to ``model``'s parameters.
 
-    ``chunk`` is the number of prompt positions evaluated at a time (the model's default if None), ``prompt_grad``
-    ``exact`` or ``detached``, ``prompt_grad_window`` stops the exact gradient after the last so many prompt positions.
-    ``response_length`` is read by Dr. GRPO's constant (None: the longest response). ``reference`` is the model of the
-    KL term, needed where ``algorithm.kl_coef`` is not 0. ``state`` says how retained rows are kept (None: in the
-    model's dtype, on its device). Raises ``ValueError`` for token ids beyond the vocabulary.
+    ``chunk`` is the number of prompt positions evaluated at a time (None: the model's default); ``StepOptions`` says
+    what the other options are. ``reference`` is the model of the KL term, needed where ``algorithm.kl_coef`` is not 0.
+    Raises ``ValueError`` for token ids beyond the vocabulary.
     """
-    algorithm = algorithm or AlgorithmConfig()
-    chunk = model.config.chunk if chunk is None else chunk
-    if response_length is not None and response_length < 1:
-        raise ValueError(f"response_length={response_length} must be at least 1, or None for the longest response")
+    algorithm, chunk = algorithm or AlgorithmConfig(), model.config.chunk if chunk is None else chunk
+    options = StepOptions(chunk, prompt_grad, prompt_grad_window, algorithm, response_length, state)
     check_autograd(model)
-    check_group(group, model, algorithm, reference)
+    check_group(group, model, algorithm, has_reference=reference is not None)
     group = group.to(model.lm_head.weight.device)
-    scored = 0
     reference_logprobs = None
     if reference is not None and algorithm.kl_coef:  # its retained prompt is gone before the policy's is made
         reference_logprobs = score_fresh(reference, group, chunk=chunk, state=state, observer=observer)
-        scored += group.prompt_positions - 1 + sum(group.response_positions)
-    grad_from = gradient_start(group.prompt_positions - 1, chunk, prompt_grad, prompt_grad_window)
-    retained = prefill(model, group.prompt, chunk=chunk, grad_from=grad_from, state=state, observer=observer)
-    old_logprobs = old_policy_logprobs(model, retained, group, algorithm, observer=observer)
-    scored += sum(group.response_positions) if algorithm.old_logprobs == "score" else 0
-    return finish_step(
+    prepared = prepare_group(model, group, options, reference_logprobs=reference_logprobs, observer=observer)
+    return finish_step(model, prepared, options, observer=observer)
+
+
+def prepare_group(
+    model: Decoder,
+    group: Group,
+    options: StepOptions,
+    *,
+    reference_logprobs: list[Tensor] | None = None,
+    observer: Observer = _UNOBSERVED,
+) -> PreparedGroup:
+    """Evaluate the group's prompt and, where the algorithm asks for it, score its responses before any update.
+
+    ``group`` is on the model's device; ``reference_logprobs`` were scored on a prompt of their own.
+    """
+    retained = prefill(
         model,
-        retained,
-        group,
-        algorithm=algorithm,
-        response_length=response_length,
-        old_logprobs=old_logprobs,
-        reference_logprobs=reference_logprobs,
-        prefilled=retained.positions,
-        scored=scored,
+        group.prompt,
+        chunk=options.chunk,
+        grad_from=options.grad_from(group.prompt),
+        state=options.state,
         observer=observer,
     )
+    old, scored = group.old_logprobs if options.algorithm.old_logprobs == "data" else None, 0
+    if options.algorithm.old_logprobs == "score":
+        old, scored = score(model, retained, group.responses, observer=observer), sum(group.response_positions)
+    if reference_logprobs is not None:
+        scored += retained.positions + sum(group.response_positions)
+    return PreparedGroup(group, retained, old, reference_logprobs, retained.positions, scored)
 
 
 def finish_step(
-    model: Decoder,
-    retained: Retained,
-    group: Group,
-    *,
-    algorithm: AlgorithmConfig,
-    response_length: int | None,
-    old_logprobs: list[Tensor] | None,
-    reference_logprobs: list[Tensor] | None,
-    prefilled: int,
-    scored: int,
-    observer: Observer = _UNOBSERVED,
+    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = _UNOBSERVED
 ) -> StepResult:
-    """Replay ``group`` on a retained prompt and, where it takes part, carry the gradient back through the prompt.
-
-    ``prefilled`` and ``scored`` are the positions that came before; they only go into the result.
-    """
+    """Replay a group on its retained prompt and, where it takes part, carry the gradient back through the prompt."""
+    retained = prepared.retained
     retained_bytes = retained.num_bytes()
-    loss, logprobs, entropy, statistics = replay(
-        model,
-        retained,
-        group,
-        algorithm=algorithm,
-        response_length=max(group.response_positions) if response_length is None else response_length,
-        old_logprobs=old_logprobs,
-        reference_logprobs=reference_logprobs,
-        observer=observer,
-    )
+    loss, logprobs, entropy, statistics = replay(model, prepared, options, observer=observer)
     difference = prompt_backward(model, retained, observer=observer)
     return StepResult(
         loss=loss,
@@ -307,9 +329,9 @@ def finish_step(
         statistics=statistics,
         retained_bytes=retained_bytes,
         recompute_difference=None if retained.grad_from is None else difference,
-        prefilled_positions=prefilled,
-        replayed_positions=sum(group.response_positions),
-        scored_positions=scored,
+        prefilled_positions=prepared.prefilled,
+        replayed_positions=sum(prepared.group.response_positions),
+        scored_positions=prepared.scored,
         recomputed_positions=retained.positions - retained.grad_from if retained.grad_from is not None else 0,
     )
 
@@ -327,15 +349,6 @@ def score_fresh(
     return score(model, retained, group.responses, observer=observer)
 
 
-def old_policy_logprobs(
-    model: Decoder, retained: Retained, group: Group, algorithm: AlgorithmConfig, *, observer: Observer = _UNOBSERVED
-) -> list[Tensor] | None:
-    """Return the log-probabilities that the ratio is against, from where ``algorithm.old_logprobs`` says."""
-    if algorithm.old_logprobs == "score":
-        return score(model, retained, group.responses, observer=observer)
-    return group.old_logprobs if algorithm.old_logprobs == "data" else None
-
-
 def check_autograd(model: Decoder) -> None:
     """Raise ``ValueError`` where a step could not leave a gradient on ``model``."""
     if not torch.is_grad_enabled():
@@ -344,13 +357,13 @@ def check_autograd(model: Decoder) -> None:
         raise ValueError("no parameter of the model requires a gradient; set requires_grad_(True) on what is trained")
 
 
-def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, reference: Decoder | None) -> None:
+def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, *, has_reference: bool) -> None:
     """Raise ``ValueError`` for what would fail, or be wrong, far from its cause."""
     vocabulary = model.config.vocab_size
     for what, ids in (("prompt", group.prompt), *((f"response {i}", ids) for i, ids in enumerate(group.responses))):
         if (largest := int(read_scalar(ids.max(), 0))) >= vocabulary:
             raise ValueError(f"{what}: token id {largest} is not below the vocabulary size {vocabulary}")
-    if algorithm.kl_coef and reference is None:
+    if algorithm.kl_coef and not has_reference:
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
 
 
@@ -378,8 +391,8 @@ def empty_backward(model: Decoder, retained: Retained, first: int) -> None:
     """Take part in the prompt backward of prompts with more chunks than this one, whose own has come to ``first``."""
     past = [state.leaves(first, grad=False) for state in retained.states]
     _, updates = model(retained.prompt[:0], past, state_only=True)
-    owed = [tensor for update in updates for tensor in update.values() if tensor.requires_grad]
-    torch.autograd.backward(owed, [torch.zeros_like(tensor) for tensor in owed])
+    tensors = [tensor for update in updates for tensor in update.values() if tensor.requires_grad]
+    torch.autograd.backward(tensors, [torch.zeros_like(tensor) for tensor in tensors])
 
 
 def _kept_sum(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ _FORMS = "write 2100000, 2_100_000, 2.1M (10^6), 256K (10^3), 2Mi (2^20) or 256K
 
 
 def parse_count(value: int | float | str, *, least: float = 1, most: float = 2**63 - 1) -> int:
-    """Return the whole number that ``value`` stands for.
+    """Return the whole number that ``value`` means.
 
     Decimal arithmetic throughout: ``int(8.2 * 1e6)`` would be 8,199,999. Raises ``ValueError`` for what is no whole
     number from ``least`` to ``most``, naming the forms that are understood.

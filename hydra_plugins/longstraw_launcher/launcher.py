@@ -45,7 +45,7 @@ class LongStrawLauncher(Launcher):
             drafts.append(draft(num, list(config.hydra.overrides.task), run_dir, _task(config)))
         jobs = prepare(drafts, command=typed_command(), sweep=folder.name)
         for job, config in zip(jobs, composed, strict=True):
-            _save(config, job.run_dir)
+            save_composed(_task(config), config.hydra.overrides.task, job.run_dir)
         code = launch(jobs, folder, alone=False)
         if code:
             raise SystemExit(code)
@@ -59,9 +59,9 @@ def _task(composed: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
 
 
-def _save(composed: DictConfig, run_dir: Path) -> None:
-    """Write what Hydra writes for a single run."""
-    notes = run_dir / (composed.hydra.output_subdir or ".hydra")
+def save_composed(task: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Write a job's configuration where Hydra would, which does so before it is known that the folder is free."""
+    notes = run_dir / ".hydra"
     notes.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(_task(composed), notes / "config.yaml")
-    OmegaConf.save(composed.hydra.overrides.task, notes / "overrides.yaml")
+    OmegaConf.save(task, notes / "config.yaml")
+    OmegaConf.save(OmegaConf.create(list(overrides)), notes / "overrides.yaml")

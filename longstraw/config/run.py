@@ -131,7 +131,7 @@ class StateConfig:
     """How the rows that are retained of a prompt are kept: keys and values, latents. Summaries stay as they are."""
 
     dtype: str | None = None  # float32 | bfloat16; None: the model's
-    gradient_dtype: str | None = None  # of what they are owed: float32 | bfloat16; None: at least float32
+    gradient_dtype: str | None = None  # of their gradient: float32 | bfloat16; None: at least float32
     device: str | None = None  # cpu: in host memory, brought to the device when they are read; None: the model's
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class Screen:
 
     def __init__(self, lines: Sequence[JobLine], out: TextIO | None = None) -> None:
         self.lines, self.out = lines, out or sys.stdout
-        self._told: dict[Path, float] = {}
+        self._shown_at: dict[Path, float] = {}
         self._live: Any = None
         if self.out.isatty():
             from rich.console import Console
@@ -81,9 +81,12 @@ class Screen:
             self._live.update(self._rows(), refresh=True)
             return
         for line in self.lines:
-            due = line.state == "running" and time.monotonic() - self._told.get(line.run_dir, line.since) > LINE_SECONDS
+            due = (
+                line.state == "running"
+                and time.monotonic() - self._shown_at.get(line.run_dir, line.since) > LINE_SECONDS
+            )
             if line in changed or due:
-                self._told[line.run_dir] = time.monotonic()
+                self._shown_at[line.run_dir] = time.monotonic()
                 print("  ".join(filter(None, (line.label, line.state, line.progress()))), file=self.out, flush=True)
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def slurm_executor(folder: Path, config: RunConfig, cluster: str = "slurm") -> A
 
 
 def check_slurm(folder: Path, config: RunConfig, asked: dict[str, str]) -> None:
-    """Raise ``ConfigError`` in sbatch's words if it would refuse a job; ``asked`` holds what was asked before."""
+    """Raise ``ConfigError`` with sbatch's message if it would refuse a job; ``asked`` holds what was asked before."""
     resources = _resources(config)
     if resources not in asked:
         executor = slurm_executor(folder, config)._executor  # submitit's own, which writes the script
@@ -126,10 +126,19 @@ def _resources(config: RunConfig) -> str:
     return json.dumps([slurm_parameters(config.hardware), config.hardware.python], sort_keys=True)
 
 
-def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[int, Any]:
-    """Submit the jobs, in arrays of one set of resources that are no longer than the site's limit; return handles.
+def check_path(run_dir: Path, executor: str) -> None:
+    """Raise ``ConfigError`` for a folder whose path holds the placeholder of a job's number in a log's name."""
+    signs = ("%",) if executor == "slurm" else ("%j", "%t", "%A", "%a")
+    path = str(run_dir.absolute())
+    if found := next((sign for sign in signs if sign in path), None):
+        what = "sbatch reads it as a sign" if executor == "slurm" else "submitit puts the job's number there"
+        raise ConfigError(f"the folder {path} has {found} in its name, and {what}; choose, or rename to, another one")
 
-    All or none: where sbatch refuses one array, those before it are cancelled and ``ConfigError`` has its words.
+
+def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[Path, Any]:
+    """Submit the jobs, in arrays of one set of resources no longer than the site's limit; return handles by folder.
+
+    All or none: where sbatch refuses one array, those before it are cancelled and ``ConfigError`` has its message.
     """
     arrays: dict[str, list[Job]] = {}
     for job in jobs:
@@ -144,10 +153,10 @@ def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> d
                 submitted = executor.map_array(execute, [str(job.run_dir) for job in part])
                 for job, handle in zip(part, submitted, strict=True):
                     done = functools.partial(has_result, job.run_dir)
-                    handles[job.num] = Submitted(handle.job_id, handle.paths, queue, done)
+                    handles[job.run_dir] = Submitted(handle.job_id, handle.paths, queue, done)
     except (SlurmError, RuntimeError, OSError) as error:
         for handle in handles.values():
             handle.cancel(check=False)
-        words = "; ".join(filter(None, (line.strip() for line in str(error).splitlines())))
-        raise ConfigError(f"SLURM took not all of the {len(jobs)} jobs, so none is left there: {words}") from None
+        message = "; ".join(filter(None, (line.strip() for line in str(error).splitlines())))
+        raise ConfigError(f"SLURM took not all of the {len(jobs)} jobs, so none is left there: {message}") from None
     return handles

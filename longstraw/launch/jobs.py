@@ -5,8 +5,10 @@ A command either launches all of its jobs or, where one is wrong, none.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,53 +22,69 @@ from typing import Any
 from longstraw.config import ConfigError, from_dict, to_dict
 from longstraw.errors import RankLostError, describe, is_users
 from longstraw.launch.display import JobLine, Screen, show_job
-from longstraw.launch.executors import check_slurm, start_local, submit_slurm
+from longstraw.launch.executors import check_path, check_slurm, start_local, submit_slurm
 from longstraw.launch.inputs import check_inputs, without_effect
 from longstraw.launch.logs import failed_tail, tail
+from longstraw.launch.manifest import find_entry, write_manifest
 from longstraw.launch.placement import resolve
 from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import Submitted
-from longstraw.launch.spec import Draft, Job
+from longstraw.launch.spec import SPEC, Draft, Job, belongs_to_folder, freeze, new_run_id
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
-from longstraw.runtime.process_info import process_info
+from longstraw.runtime.process_info import is_running, process_identity, process_info
 from longstraw.tracking.run_folder import has_result, last_row, read_json, table, write_json
 from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 
 POLL_SECONDS = 0.5
 PRINTED_FAILURES = 3  # failed jobs of which the last lines are printed
 STOP_SECONDS = 15  # a job that was asked to end gets this long
+INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
 HUNG_RANK_SECONDS = 10  # so do the ranks of one that has failed
 
 
 def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list[Job]:
     """Return the jobs, each frozen to its ``spec.json``; raise ``ConfigError`` naming every job that is wrong."""
-    jobs: list[Job] = []
+    jobs: dict[Path, Job] = {}
     wrong = [(given.num, given.error) for given in drafts if given.error]
     asked: dict[str, str] = {}  # what sbatch said of each set of resources
+    going_on: set[Path] = set()  # folders of jobs that SLURM started again
     for given in drafts:
         if given.config is None:
             continue
         try:
             placement = resolve(given.config)
+            if given.run_dir in jobs:
+                raise ConfigError(f"{given.run_dir} is also job {jobs[given.run_dir].num}'s folder; hydra.sweep.subdir")
+            if belongs_to_folder(given.run_dir, given.config):
+                going_on.add(given.run_dir)
             if placement.executor == "slurm":
                 check_slurm(given.run_dir.parent, given.config, asked)
+            if sweep or placement.executor == "slurm" or given.config.processes.world_size != process_info().world_size:
+                check_path(given.run_dir, placement.executor)
             given.config.mode = placement.mode
             check_inputs(given.config)
-        except (ConfigError, NameError, ValueError, RuntimeError, OSError) as error:
+        except (NameError, ValueError, RuntimeError, OSError) as error:
             wrong.append((given.num, str(error)))
             continue
-        jobs.append(Job(given.num, given.overrides, given.run_dir, given.config, placement))
+        jobs[given.run_dir] = Job(given.num, given.overrides, given.run_dir, given.config, placement)
     if wrong:
         raise ConfigError(_error_lines(wrong, len(drafts)))
-    for note in dict.fromkeys(filter(None, (without_effect(job.config) for job in jobs))):
+    for note in dict.fromkeys(filter(None, (without_effect(job.config) for job in jobs.values()))):
         print(f"longstraw: {note}", file=sys.stderr)
-    stamp = f"{jobs[0].run_dir.parent.name}-{secrets.token_hex(2)}"
-    for job in jobs:
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        spec = {"run_id": f"{stamp}-{job.num}", "sweep": sweep, "num": job.num, "overrides": job.overrides}
-        write_json(job.run_dir / "spec.json", {**spec, "command": command, "config": to_dict(job.config)})
-    return jobs
+    stamp = new_run_id(drafts[0].run_dir.parent.name)
+    frozen: list[Path] = []
+    try:
+        for job in jobs.values():
+            if job.run_dir not in going_on:
+                spec = {"run_id": f"{stamp}-{job.num}", "sweep": sweep, "num": job.num, "overrides": job.overrides}
+                freeze(job.run_dir, {**spec, "command": command, "config": to_dict(job.config)})
+                frozen.append(job.run_dir)
+    except BaseException:
+        for run_dir in frozen:
+            (run_dir / SPEC).unlink(missing_ok=True)
+        raise
+    return list(jobs.values())
 
 
 def _error_lines(wrong: Sequence[tuple[int, str]], count: int) -> str:
@@ -96,28 +114,34 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     here = [job for job in starting if job.placement.executor == "local"]
     detach = jobs[0].config.launch.detach
     handles = submit_slurm([job for job in starting if job.placement.executor == "slurm"], folder)
-    write_manifest(jobs, folder, handles)
+    ids = {run_dir: handle.job_id for run_dir, handle in handles.items()}
+    write_manifest(jobs, folder, ids, None if detach else process_identity())
     if detach:
         if not starting:
             print(table([job.run_dir for job in jobs]))
             return 1
         if here:
-            _start_detached(folder)
+            write_manifest(here, folder, {}, _start_detached(here, folder))
         print("longstraw: started; this command does not wait (launch.detach=true)")
         return int(len(starting) < len(jobs))
-    in_process = alone and bool(here) and here[0].config.processes.world_size == process_info().world_size
+    alone_here = in_process(here, alone=alone)
     if process_info().world_size > 1:
         from longstraw.runtime.rendezvous import offer_job
 
         offer_job(starting[0].run_dir if starting else None)
-    code = run_in_process(here[0]) if in_process else run_queue(starting, handles)
+    code = run_in_process(here[0]) if alone_here else run_queue(starting, handles)
     code = code or int(len(starting) < len(jobs))
-    if not in_process:
+    if not alone_here and code != INTERRUPTED:
         _print_failed(jobs, handles)
-    print(table([job.run_dir for job in jobs], errors=not in_process))
+    print(table([job.run_dir for job in jobs], errors=not alone_here))
     where = _shown(folder / "*" if len(jobs) > 1 else jobs[0].run_dir)  # hydra.run.dir names the job's own folder
     print(f"records: {where}/records.jsonl", flush=True)
     return code
+
+
+def in_process(here: Sequence[Job], *, alone: bool) -> bool:
+    """Return whether the one job of a command runs in this process: all its ranks have been started."""
+    return alone and bool(here) and here[0].config.processes.world_size == process_info().world_size
 
 
 def record_too_large(jobs: Sequence[Job]) -> list[Job]:
@@ -140,12 +164,11 @@ def record_too_large(jobs: Sequence[Job]) -> list[Job]:
     return starting
 
 
-def _print_failed(jobs: Sequence[Job], handles: dict[int, Any]) -> None:
+def _print_failed(jobs: Sequence[Job], handles: dict[Path, Any]) -> None:
     """Print the last lines of the jobs that did not end well, of the first few."""
     lost = [job for job in jobs if failed(job) and has_result(job.run_dir)]  # preempted ones tell nothing there
     for job in lost[:PRINTED_FAILURES]:
-        handle = handles.get(job.num)
-        end = failed_tail(job.run_dir, handle.job_id if handle else None, slurm=job.placement.executor == "slurm")
+        end = failed_tail(find_entry(job.run_dir))
         print(end, end="\n" if end else "")
 
 
@@ -163,10 +186,12 @@ def run_in_process(job: Job) -> int:
     """Run one job in this process; a mistake of the user's is one line, anything else a traceback."""
     try:
         with _termination_as_interrupt(), show_job(JobLine(job.run_dir, "", job.config.steps)):
-            execute(job.run_dir)
+            stopped = execute(job.run_dir)
     except KeyboardInterrupt as stop:
         number = signal.Signals(stop.args[0] if stop.args else signal.SIGINT)
-        record_failure(job.run_dir, "error", f"interrupted ({number.name})")
+        with _ignoring_interrupts():
+            record_failure(job.run_dir, "error", f"interrupted ({number.name})")
+        print(f"longstraw: interrupted ({number.name}); {_how_to_go_on(job)}", file=sys.stderr)
         return 128 + number
     except Exception as error:
         if not is_users(error) and not isinstance(error, RankLostError | RecordError):
@@ -178,7 +203,24 @@ def run_in_process(job: Job) -> int:
     row = last_row(job.run_dir) or {"error": "no record was written"}
     if row.get("error"):
         print(f"longstraw: {row['error']}", file=sys.stderr)
+    if stopped is not None:
+        print(f"longstraw: {_how_to_go_on(job)}", file=sys.stderr)
+        return 128 + stopped
     return int(failed(job))
+
+
+def _how_to_go_on(job: Job) -> str:
+    return f"go on with it: python -m longstraw.status {shlex.quote(_shown(job.run_dir))} --again"
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Write the last lines about a job although Ctrl-C is pressed once more."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_torchrun_worker() -> int:
@@ -200,54 +242,55 @@ def run_torchrun_worker() -> int:
     return 0
 
 
-def run_queue(jobs: Sequence[Job], handles: dict[int, Any]) -> int:
+def run_queue(jobs: Sequence[Job], handles: dict[Path, Any]) -> int:
     """Start local jobs as others end, up to ``launch.max_parallel``; wait for all; return the exit status.
 
-    ``handles`` are those already submitted. A job that died without a word gets its line here. An interrupt ends what
-    was started here; SLURM's jobs are cancelled too.
+    ``handles`` are those already submitted, by run folder. A job that was killed gets its record here. An interrupt
+    ends what was started here; SLURM's jobs are cancelled too.
     """
-    lines = {
-        job.num: JobLine(job.run_dir, label, job.config.steps) for job, label in zip(jobs, labels(jobs), strict=True)
-    }
-    waiting = [job for job in jobs if job.num not in handles]
+    names = labels(jobs)
+    lines = {job.run_dir: JobLine(job.run_dir, name, job.config.steps) for job, name in zip(jobs, names, strict=True)}
+    waiting = [job for job in jobs if job.run_dir not in handles]
     limit = (jobs[0].config.launch.max_parallel if jobs else None) or 1
-    begun: dict[int, float] = {}
-    ended: set[int] = set()  # jobs whose last rank had to be ended
+    begun: dict[Path, float] = {}
+    ended: set[Path] = set()  # jobs whose last rank had to be ended
     screen = Screen(list(lines.values()))
     with _termination_as_interrupt():
         try:
-            while waiting or any(lines[job.num].state in ("queued", "running") for job in jobs):
-                running = [job for job in jobs if job.num in begun and lines[job.num].state in ("queued", "running")]
+            while waiting or any(line.state in ("queued", "running") for line in lines.values()):
+                running = [run_dir for run_dir in begun if lines[run_dir].state in ("queued", "running")]
                 for job in waiting[: max(limit - len(running), 0)]:
-                    handles[job.num], begun[job.num] = start_local(job), time.monotonic()
+                    handles[job.run_dir], begun[job.run_dir] = start_local(job), time.monotonic()
                     waiting.remove(job)
-                screen.update([lines[job.num] for job in jobs if _poll(job, lines[job.num], handles, begun, ended)])
+                changed = [job for job in jobs if _poll(job, lines[job.run_dir], handles, begun, ended)]
+                screen.update([lines[job.run_dir] for job in changed])
                 time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:
-            _stop(jobs, lines, handles)
-            return 130
+            with contextlib.suppress(KeyboardInterrupt):  # a second one ends the wait for the jobs
+                _stop(jobs, lines, handles)
+            return INTERRUPTED
         finally:
             screen.close()
     return int(any(line.state == "failed" for line in lines.values()))
 
 
-def _poll(job: Job, line: JobLine, handles: dict[int, Any], begun: dict[int, float], ended: set[int]) -> bool:
+def _poll(job: Job, line: JobLine, handles: dict[Path, Any], begun: dict[Path, float], ended: set[Path]) -> bool:
     """Bring a job's line up to date; return whether its state is new."""
-    handle = handles.get(job.num)
+    handle = handles.get(job.run_dir)
     if handle is None or line.state in ("done", "failed"):
         return False
     if not handle.done():
-        if job.num not in ended and has_hung_rank(job):
-            ended.add(job.num)
+        if job.run_dir not in ended and has_hung_rank(job):
+            ended.add(job.run_dir)
             handle.cancel(check=False)
         before, line.note = line.note, handle.note() if isinstance(handle, Submitted) else ""
         new = line.become("queued" if handle.state in ("PENDING", "UNKNOWN") else "running")
         return new or bool(line.note and line.note != before)
     line.note = ""
     if not has_result(job.run_dir):
-        ran = time.monotonic() - begun.get(job.num, time.monotonic())
-        resume_jobs = handle.known.restarts if isinstance(handle, Submitted) else 0
-        attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + resume_jobs
+        ran = time.monotonic() - begun.get(job.run_dir, time.monotonic())
+        restarts = handle.known.restarts if isinstance(handle, Submitted) else 0
+        attempt = read_json(job.run_dir / "spec.json").get("first_attempt", 0) + restarts
         lost = first_failure(job.run_dir, attempt)
         if lost is None:
             record_failure(job.run_dir, "error", _death_reason(job, handle, ran), attempt)
@@ -270,6 +313,9 @@ def _death_reason(job: Job, handle: Any, ran: float) -> str:
         return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
     if handle.state == "COMPLETED" and job.placement.executor == "slurm":  # its daemon was killed, say
         return f"SLURM lost sight of its processes; one that is left ends once the job is started again; log: {log}"
+    raised = [line for line in tail(Path(handle.paths.stdout), 1) if re.match(r"\w*Error\b", line)]
+    if raised and job.placement.executor == "local":  # on a full disk, say
+        return f"it failed and could not write so itself ({raised[0]}); log: {log}"
     if handle.state == "FAILED" and not (job.run_dir / "process.json").exists():  # Python could not import us, say
         words = [line for line in tail(Path(handle.paths.stdout), 20) if "Error" in line]
         return f"it failed before it began{f' ({words[-1].strip()})' if words else ''}; log: {log}"
@@ -292,33 +338,52 @@ def _termination_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stop(jobs: Sequence[Job], lines: dict[int, JobLine], handles: dict[int, Any]) -> None:
-    """Cancel every job that is not over, wait for its end, and write the line it could not."""
-    open_jobs = [job for job in jobs if job.num in handles and lines[job.num].state in ("queued", "running")]
+def _stop(jobs: Sequence[Job], lines: dict[Path, JobLine], handles: dict[Path, Any]) -> None:
+    """Cancel every job that is not over, wait for its end, and write the record it could not."""
+    open_jobs = [job for job in jobs if job.run_dir in handles and lines[job.run_dir].state in ("queued", "running")]
     for job in open_jobs:
-        handles[job.num].cancel(check=False)
+        handles[job.run_dir].cancel(check=False)
     deadline = time.monotonic() + STOP_SECONDS
-    while time.monotonic() < deadline and not all(handles[job.num].done() for job in open_jobs):
-        time.sleep(0.1)
-    for job in open_jobs:
-        if not has_result(job.run_dir):  # it may just have ended by itself
-            record_failure(job.run_dir, "error", "interrupted: the command that started it was ended")
+    try:
+        while time.monotonic() < deadline and not all(_is_over(job, handles[job.run_dir]) for job in open_jobs):
+            time.sleep(0.1)
+    finally:
+        with _ignoring_interrupts():
+            for job in open_jobs:
+                _kill(job)
+                if not has_result(job.run_dir):  # it may just have ended by itself
+                    record_failure(job.run_dir, "error", "interrupted: the command that started it was ended")
+
+
+def _is_over(job: Job, handle: Any) -> bool:
+    """Return whether a job has ended: submitit's controller may have died of Ctrl-C before the job it controls."""
+    process = read_json(job.run_dir / "process.json")
+    return handle.done() and not (process and job.placement.executor == "local" and is_running(process))
+
+
+def _kill(job: Job) -> None:
+    """Kill what has not stopped at a safe place in time; the other ranks of a job end when rank 0 is gone."""
+    process = read_json(job.run_dir / "process.json")
+    if process and job.placement.executor == "local" and is_running(process):
+        with contextlib.suppress(OSError):
+            os.kill(process["pid"], signal.SIGKILL)
 
 
 def labels(jobs: Sequence[Job]) -> list[str]:
-    """Return what tells each job of a sweep from the others: its number and the overrides not shared by all."""
+    """Return a label for each job of a sweep: its folder and the overrides not shared by all."""
     shared = set(jobs[0].overrides).intersection(*(job.overrides for job in jobs)) if jobs else set()
-    return [" ".join([f"job {job.num}", *(text for text in job.overrides if text not in shared)]) for job in jobs]
+    return [
+        " ".join([f"job {job.run_dir.name}", *(text for text in job.overrides if text not in shared)]) for job in jobs
+    ]
 
 
-def write_manifest(jobs: Sequence[Job], folder: Path, handles: dict[int, Any]) -> None:
-    """Write ``sweep.json``: which jobs there are and where each was sent; others that are in it stay."""
-    ids = {num: handle.job_id for num, handle in handles.items()}
-    entries = {entry["num"]: entry for entry in read_json(folder / "sweep.json").get("jobs", [])}
-    for job in jobs:
-        sent = {"executor": job.placement.executor, "job_id": ids.get(job.num)}
-        entries[job.num] = {"num": job.num, "run_dir": str(job.run_dir.absolute()), **sent}
-    write_json(folder / "sweep.json", {"jobs": [entries[num] for num in sorted(entries)]})
+def frozen_job(run_dir: Path) -> Job:
+    """Return the job of a folder's ``spec.json``; raise ``ConfigError`` where it cannot run here."""
+    spec = read_json(run_dir / SPEC)
+    if not spec:
+        raise ConfigError(f"{run_dir / SPEC} cannot be read, so the job cannot be started")
+    config = from_dict(spec["config"])
+    return Job(spec["num"], spec["overrides"], run_dir, config, resolve(config))
 
 
 def resume_jobs(run_dirs: Sequence[Path]) -> list[Job]:
@@ -327,46 +392,44 @@ def resume_jobs(run_dirs: Sequence[Path]) -> list[Job]:
     Each attempt from now on is counted as a later one; one before that is still alive writes nothing more.
     Raises ``ConfigError`` where one cannot run here.
     """
-    jobs = []
-    for run_dir in run_dirs:
-        spec = read_json(run_dir / "spec.json")
-        config = from_dict(spec["config"])
-        jobs.append(Job(spec["num"], spec["overrides"], run_dir, config, resolve(config)))
+    jobs = [frozen_job(run_dir) for run_dir in run_dirs]
+    for job in jobs:
+        check_path(job.run_dir, job.placement.executor)
     for job in jobs:
         attempt = latest_attempt(job.run_dir)
-        spec = {**read_json(job.run_dir / "spec.json"), "first_attempt": 0 if attempt is None else attempt + 1}
-        write_json(job.run_dir / "spec.json", spec)
         if attempt is not None:
-            records_path(job.run_dir, attempt + 1).touch()
+            try:
+                records_path(job.run_dir, attempt + 1).touch(exist_ok=False)
+            except FileExistsError:
+                raise ConfigError(f"{job.run_dir} was started again by another command a moment ago") from None
+        write_manifest([job], find_entry(job.run_dir).folder, {}, process_identity())
+        spec = {**read_json(job.run_dir / SPEC), "first_attempt": 0 if attempt is None else attempt + 1}
+        write_json(job.run_dir / SPEC, spec)
         for name in ("result.json", "process.json", "progress.json"):
             (job.run_dir / name).unlink(missing_ok=True)
     return jobs
 
 
-def _start_detached(folder: Path) -> None:
-    """Start a process of its own that runs the local jobs of ``folder`` and outlives this one."""
+def _start_detached(jobs: Sequence[Job], folder: Path) -> dict[str, Any]:
+    """Start a process that runs the local jobs and outlives this one; return its identity."""
     with (folder / "launch.log").open("ab") as log:
-        subprocess.Popen(
-            [sys.executable, "-m", "longstraw.launch.jobs", str(folder)],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "longstraw.launch.jobs", *(str(job.run_dir) for job in jobs)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    return process_identity(process.pid)
 
 
-def main(folder: Path) -> int:
-    """Run the local jobs of a launched folder; what ``launch.detach=true`` leaves behind."""
-    jobs = []
-    for entry in read_json(folder / "sweep.json")["jobs"]:
-        if entry["executor"] == "local" and not has_result(Path(entry["run_dir"])):
-            spec = read_json(Path(entry["run_dir"]) / "spec.json")
-            config = from_dict(spec["config"])
-            jobs.append(Job(spec["num"], spec["overrides"], Path(entry["run_dir"]), config, resolve(config)))
+def main(run_dirs: Sequence[Path]) -> int:
+    """Run local jobs that a command with ``launch.detach=true`` has prepared."""
+    jobs = [frozen_job(run_dir) for run_dir in run_dirs]
     code = run_queue(jobs, {})
     print(table([job.run_dir for job in jobs]), flush=True)
     return code
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))
+    raise SystemExit(main([Path(argument) for argument in sys.argv[1:]]))

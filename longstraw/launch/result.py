@@ -1,4 +1,4 @@
-"""How a job ended: its ``result.json``, and the record of a job that could not write its own."""
+"""Write how a job ended: its ``result.json``, and the last record of a job that could not write it itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def record_failure(
         except (RecordError, OSError) as error:  # a full disk must not hide what went wrong before
             print(f"longstraw: {error}", file=sys.stderr)
     else:
-        status, reason = row["status"], row.get("error") or reason
+        known = row.get("error") or reason
+        status, reason = row["status"], f"{reason}; {known}" if row["status"] == "preempted" else known
     try:
         write_result(folder, latest_attempt(folder) or 0 if attempt is None else attempt, status, reason)
     except OSError as error:  # without a result the job counts as failed
@@ -61,7 +62,7 @@ def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed
 
 
 def write_result(folder: Path, attempt: int, status: str, reason: str | None) -> None:
-    if (latest_attempt(folder) or 0) > attempt:  # a later one has begun: the word is its
+    if (latest_attempt(folder) or 0) > attempt:  # a later attempt has begun and writes its own
         return
     result = {"attempt": attempt, "status": status, "error": reason, "host": socket.gethostname()}
     write_json(folder / "result.json", result)

@@ -17,7 +17,7 @@ from typing import Any
 
 ASK_SECONDS = 30  # a command that has not answered by then is taken as not answering
 POLL_SECONDS = 2.0  # between two questions for the states of jobs, however many ask
-FORGET_SECONDS = 60.0  # a job that nobody has known for so long is over
+FORGET_SECONDS = 60.0  # a job that SLURM has not known for so long is over
 LAG_SECONDS = 10.0  # that a file written on a node may take to be seen here
 OVER = {  # states a job does not leave
     "BOOT_FAIL",
@@ -36,12 +36,12 @@ FIELDS = "JobArrayID:|,State:|,RestartCnt:|,Reason:|"
 
 
 class SlurmError(RuntimeError):
-    """SLURM refused something or does not answer; the message has its own words."""
+    """SLURM refused something or does not answer; the message is its own."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What SLURM knows of one job. ``state`` is SLURM's word, or ``UNKNOWN``."""
+    """What SLURM knows of one job. ``state`` is SLURM's name for it, or ``UNKNOWN``."""
 
     state: str = "UNKNOWN"
     restarts: int = 0
@@ -81,7 +81,7 @@ def array_limit() -> int:
 
 
 def minutes_allowed(partition: str) -> int | None:
-    """Return how many minutes a job may take in a partition; ``None``: any number, or it cannot be told."""
+    """Return how many minutes a job may take in a partition; ``None``: any number, or unknown."""
     try:
         found = re.search(r"MaxTime=(?:(\d+)-)?(\d+):(\d+):\d+", ask("scontrol", "show", "partition", partition))
     except SlurmError:
@@ -90,7 +90,7 @@ def minutes_allowed(partition: str) -> int | None:
 
 
 def refusal(script: str) -> str:
-    """Return why ``sbatch`` would not take a batch script, in its own words; empty if it would."""
+    """Return why ``sbatch`` would not take a batch script, its own message; empty if it would."""
     try:
         ask("sbatch", "--test-only", stdin=script)
     except SlurmError as error:
@@ -177,7 +177,7 @@ class Submitted:
     job_id: str
     paths: Any  # submitit's, of rank 0
     queue: Queue
-    has_result: Callable[[], bool] = lambda: False  # whether the job has left its last word
+    has_result: Callable[[], bool] = lambda: False  # whether the job has written its result
 
     @property
     def known(self) -> Known:
@@ -185,12 +185,12 @@ class Submitted:
 
     @property
     def state(self) -> str:
-        """What ``launch`` shows: ``PENDING`` for all that waits, else SLURM's own word."""
+        """What ``launch`` shows: ``PENDING`` for all that waits, else SLURM's own name."""
         state = self.known.state
         return "PENDING" if state in WAITING else state
 
     def done(self) -> bool:
-        """Return whether the job is over; without its last word only after a while, for a shared file system lags."""
+        """Return whether the job is over; without its result only after a while, for a shared file system lags."""
         if not self.known.over:
             return self.queue.forgotten(self.job_id)
         return self.has_result() or self.queue.over_for(self.job_id) > LAG_SECONDS

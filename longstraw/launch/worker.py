@@ -1,4 +1,4 @@
-"""What runs where the hardware is: one job, from its frozen ``spec.json`` to its records.
+"""Run one job where its hardware is, from its frozen ``spec.json`` to its records.
 
 Submitted by reference, so nothing but a path is pickled and what was typed is what runs, also after a requeue.
 """
@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longstraw.config import HardwareConfig, RunConfig, from_dict
 from longstraw.errors import RankLostError, TooLargeError, describe, status_of
@@ -25,25 +26,39 @@ from longstraw.launch.slurm import SlurmError, own_id, requeue
 from longstraw.runtime.failure_files import failure_fields, ranks_folder, write_failure
 from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
-from longstraw.runtime.process_info import check_world_size, process_info, threads
+from longstraw.runtime.process_info import check_world_size, folder_identity, process_identity, process_info, threads
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.tracking.run_folder import last_row, write_json
+from longstraw.tracking.schema import RecordError, latest_attempt, records_path
+
+if TYPE_CHECKING:
+    from longstraw.runtime.rendezvous import Ranks
 
 log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
 
 
-def execute(run_dir: str | Path) -> None:
-    """Run the job that ``run_dir/spec.json`` describes and leave ``result.json``; raise what the job raised.
+def execute(run_dir: str | Path) -> int | None:
+    """Run the job that ``run_dir/spec.json`` describes and write ``result.json``; raise what the job raised.
 
-    Every rank of a job calls this. Whatever happens to the job, its records have a line that says so; rank 0 writes it,
-    or, once that one is lost, another. Each rank that fails leaves its reason, and each has a log of its own.
+    Returns the number of the signal that ended it before its last step, if one did. Every rank of a job calls this.
+    Whatever happens to the job, its records have a line that says so; rank 0 writes it, or, once that one is lost,
+    another. Each rank that fails writes its reason, and each has a log of its own.
     """
     folder = Path(run_dir)
-    with _note_signals():
-        stopped, config, ran = _run(folder)
-    if stopped is not None and rank() == 0:
+    try:
+        with _note_signals():
+            stopped, config, ran = _run(folder)
+    except KeyboardInterrupt:
+        if process_info().by != "local":
+            raise
+        raise SystemExit(128 + signal.SIGINT) from None  # the launcher, which was interrupted too, writes the record
+    if stopped is None:
+        return None
+    if rank() == 0:
         _requeue(config, stopped, ran)
+    return int(stopped.signal or signal.SIGTERM)
 
 
 def _note_signals() -> contextlib.AbstractContextManager[Any]:
@@ -59,21 +74,24 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     """Run a job; return why it stopped before its end, if it did, its configuration and the seconds it took."""
     spec = json.loads((folder / "spec.json").read_text())
     attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    _check_attempt(folder, attempt)
     if rank() == 0:
-        with contextlib.suppress(OSError):  # whatever is wrong with the folder is told below
+        with contextlib.suppress(OSError):  # whatever is wrong with the folder is said below
             (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
-            write_json(folder / "process.json", {"attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()})
+            process = {"attempt": attempt, "folder": folder_identity(folder), **process_identity()}
+            write_json(folder / "process.json", process)
     began = time.monotonic()
     try:
         config = from_dict(spec["config"])
         _prepare_process()
         refusal = _predict(config) if rank() == 0 else None
         run_job = _loop(config.mode)
-        context = {key: spec[key] for key in ("run_id", "sweep", "command", "overrides")}
+        identity = RunIdentity(spec["run_id"], attempt, spec["sweep"], spec["command"], spec["overrides"])
         with _connected(config.processes, folder, attempt) as ranks:
             if refusal is not None:
                 raise TooLargeError(refusal)
-            stopped = run_job(config, folder, attempt=attempt, **context, **ranks)
+            several = () if ranks is None else (ranks,)
+            stopped = run_job(config, folder, identity, *several)
     except Superseded:
         raise
     except Exception as error:
@@ -90,6 +108,23 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
         row = last_row(folder) or {}
         write_result(folder, attempt, row.get("status") or "ok", row.get("error"))
     return stopped, config, time.monotonic() - began
+
+
+def _check_attempt(folder: Path, attempt: int) -> None:
+    """Raise where this attempt has been made, or a later one: what they wrote must stay as it is."""
+    latest = latest_attempt(folder)
+    if latest is not None and latest > attempt:
+        raise Superseded(f"attempt {latest} of this job has begun; attempt {attempt} ends and leaves everything to it")
+    path = records_path(folder, attempt)
+    if rank() == 0 and path.exists() and path.stat().st_size:
+        error = RecordError(
+            f"{path} holds the records of this attempt; nothing was changed. Go on with the job: "
+            f"python -m longstraw.status {shlex.quote(str(folder))} --again"
+        )
+        if process_info().world_size > 1:  # the others wait for this rank
+            lost = RankLostError(0, socket.gethostname(), f"failed: {error}")
+            write_failure(ranks_folder(folder, attempt), 0, failure_fields(lost))
+        raise error
 
 
 def _loop(mode: str) -> Callable[..., Preempted | None]:
@@ -164,11 +199,11 @@ def _prepare_process() -> None:
 
 
 @contextlib.contextmanager
-def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator[dict[str, Any]]:
-    """Yield what the training loop is told of the ranks: nothing if there is one."""
+def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator[Ranks | None]:
+    """Yield this process's place among the ranks; ``None`` if there is one rank."""
     check_world_size(process_info(), hardware)
     if process_info().world_size == 1:
-        yield {}
+        yield None
         return
     from longstraw.runtime.rendezvous import connect
 
@@ -176,10 +211,10 @@ def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator
         if rank() == 0 or claim_failover(folder, attempt, lost):
             record_failure(folder, status_of(lost), describe(lost), attempt, lost.rank)
 
-    words = ranks_folder(folder, attempt)
-    words.mkdir(parents=True, exist_ok=True)
-    with _logged(words / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
-        yield {"ranks": ranks}
+    own = ranks_folder(folder, attempt)
+    own.mkdir(parents=True, exist_ok=True)
+    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+        yield ranks
 
 
 @contextlib.contextmanager
@@ -203,9 +238,9 @@ def claim_failover(folder: Path, attempt: int, error: BaseException) -> bool:
     """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
     if not isinstance(error, RankLostError) or error.rank != 0:
         return False
-    words = ranks_folder(folder, attempt)
+    ranks = ranks_folder(folder, attempt)
     with contextlib.suppress(OSError):
-        words.mkdir(parents=True, exist_ok=True)
-        (words / "heir").touch(exist_ok=False)
+        ranks.mkdir(parents=True, exist_ok=True)
+        (ranks / "failover").touch(exist_ok=False)
         return True
     return False

@@ -77,8 +77,8 @@ class Attention(nn.Module):
         self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
     ) -> Appended:
         rows: dict[str, tuple[int, ...]] = dict.fromkeys(("key", "value"), (self.kv_heads, self.head_dim))
-        device = self.k_proj.weight.device
-        return Appended(positions, rows, grad_from=grad_from, dtype=dtype, device=device, storage=storage)
+        like = torch.empty(0, dtype=dtype, device=self.k_proj.weight.device)
+        return Appended(positions, rows, grad_from=grad_from, like=like, storage=storage)
 
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
         """Return the output [T, d] of ``x`` [T, d] and the rows these positions add."""

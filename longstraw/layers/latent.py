@@ -99,11 +99,8 @@ class LatentAttention(nn.Module):
         rows: dict[str, tuple[int, ...]] = {"latent": (self.config.kv_lora_rank,), "rope_key": (self.widths[1],)}
         if self.indexer is not None:
             rows["index_key"] = (self.config.index_head_dim,)
-        device = self.q_a_layernorm.weight.device
-        frozen = ("index_key",)
-        return Appended(
-            positions, rows, grad_from=grad_from, dtype=dtype, device=device, frozen=frozen, storage=storage
-        )
+        like = torch.empty(0, dtype=dtype, device=self.q_a_layernorm.weight.device)
+        return Appended(positions, rows, grad_from=grad_from, like=like, frozen=("index_key",), storage=storage)
 
     def forward(self, x: Tensor, past: Past, rows: Tensor | None) -> tuple[Tensor, Tensors, Tensor]:
         """Return the output [T, d] of ``x`` [T, d], the rows these positions add, and the rows attended to [T, K].

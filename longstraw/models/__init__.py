@@ -61,7 +61,7 @@ def draw_weights(decoder: Decoder, *, seed: int, keep: Callable[[Tensor, Tensor]
     """Draw all weights but adapters' from ``seed``, a module at a time: the whole is never held in float32.
 
     ``keep`` gets a parameter or buffer as it stands and the whole float32 tensor that was drawn for it, and returns
-    what shall stand in its place.
+    what replaces it.
     """
     family = _family(decoder.config)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -81,7 +81,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor, like: Tensor | None = None) -> None:
-    """Let ``tensor`` stand where a parameter or buffer stood, as trainable as ``like`` or as what stood there."""
+    """Replace a parameter or buffer by ``tensor``, as trainable as ``like`` or as the one before."""
     if name in module._buffers:
         module._buffers[name] = tensor
     elif isinstance(tensor, nn.Parameter):

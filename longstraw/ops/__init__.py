@@ -41,7 +41,7 @@ BACKENDS = tuple(PARTS)
 def choose_ops(backend: str, *, fake: bool = False) -> Ops:
     """Return the ops of a backend: ``cpu``; ``reference``, which runs on any device; ``cuda``, fused kernels.
 
-    ``cuda`` needs Triton. Without fla, or where its gradients are wrong, the plain references of its ops stand in, and
+    ``cuda`` needs Triton. Without fla, or where its gradients are wrong, the plain references of its ops are taken, and
     the log says so once. On ``fake`` tensors no kernel runs: ``cuda`` is chosen as if both were there and right.
     Neither is imported before a kernel of its own runs, but for fla's to be asked about here.
     """

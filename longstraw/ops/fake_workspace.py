@@ -10,7 +10,7 @@ from torch import Tensor
 def scratch(like: Tensor, num_bytes: int) -> Tensor:
     """Return an empty tensor; where tensors are fake, one of ``num_bytes`` on the device of ``like``.
 
-    Held around a call, it stands for what the call allocates and frees inside, which no fake version shows.
+    Held around a call, it counts what the call allocates and frees inside, which no fake version shows.
     """
     return like.new_empty(0, dtype=torch.uint8)
 

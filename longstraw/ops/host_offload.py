@@ -101,7 +101,7 @@ class Staging:
     """The rows of one prompt's layers in host memory, and which of them are on ``device`` as whole layers.
 
     Layers read in order, and in a backward from last to first: the next one's rows come while this one's are used. So
-    rows of two layers are there at most. Copies are kept until others take their place, but nobody relies on them.
+    rows of two layers are there at most. Copies are kept until others replace them; no caller relies on them.
     """
 
     device: torch.device
@@ -145,7 +145,7 @@ def whole(rows: Sequence[Rows], dtype: torch.dtype, backward: bool = False) -> l
 
 @contextmanager
 def device_grad_buffers(buffers: Sequence[Rows | None]) -> Iterator[list[Tensor | None]]:
-    """Enter with what stands for ``buffers`` on the device, at least float32; what was added into it is kept."""
+    """Enter with copies of ``buffers`` on the device, at least float32; what was added is written back."""
     kept = [x for x in buffers if x is not None]
     added = [_wide(x) for x in _begin(kept).arrived()]
     yield _in_place(added, buffers)
@@ -187,7 +187,7 @@ def _covered(buffer: Rows, rows: slice, count: int) -> Rows:
 
 
 def _in_place(added: Sequence[Tensor], buffers: Sequence[Rows | None]) -> list[Tensor | None]:
-    """Return ``added``, which stands for those of ``buffers`` that are there, with None for the others."""
+    """Return ``added`` at the places of the buffers that exist, None at the others."""
     them = iter(added)
     return [None if x is None else next(them) for x in buffers]
 
@@ -213,7 +213,7 @@ def _copies(homes: Sequence[Tensor], device: torch.device) -> PendingCopy:
             x.copy_(home, non_blocking=True)
     if stream is None:
         return PendingCopy(here)
-    for x in here:  # nobody may ever wait for them: their memory must not be used again before they are made
+    for x in here:  # the caller may never wait for them: their memory must not be reused before the copy is done
         x.record_stream(stream)
     return PendingCopy(here, stream.record_event())
 

@@ -25,7 +25,7 @@ def counts(places: Tensor, number: int) -> list[int]:
 
 
 def read_counts(values: Tensor, expected: list[int]) -> list[int]:
-    """Return counts that other ranks told, ``values``; ``expected`` where counts are stated and not read."""
+    """Return counts received from other ranks, ``values``; ``expected`` where counts are stated and not read."""
     return values.tolist() if _count is _measured else expected
 
 

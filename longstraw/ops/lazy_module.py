@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DeferredModule:
-    """Stands for a module; its attributes are that module's."""
+    """Imports a module when one of its attributes is first read."""
 
     def __init__(self, name: str):
         self._name = name

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-WEIGHT_TILE = 2**22  # numbers of the weight that stand in float32
+WEIGHT_TILE = 2**22  # elements of the weight cast to float32 at a time
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

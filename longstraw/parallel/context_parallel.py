@@ -124,8 +124,9 @@ class _SpreadAttention(torch.autograd.Function):
         chunk, scale, (group, parts) = ctx.chunk, ctx.scale, ctx.spread
         inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
         with labelled("attention"):
-            gathered = (group.all_gather(x, chunk.count).to(operand) for x in (grad, q, out))
-            grad, everyones, out = (by_heads(x, k.shape[1]) for x in gathered)
+            grad = by_heads(group.all_gather(grad, chunk.count).to(operand), k.shape[1])
+            everyones = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
+            out = by_heads(group.all_gather(out, chunk.count).to(operand), k.shape[1])
             queries = QueryGradients(grad, everyones, out, lse)
             grad_q = torch.zeros_like(queries.q, dtype=inner)
             grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)

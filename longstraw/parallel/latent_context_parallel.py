@@ -97,7 +97,9 @@ class _SpreadRows(torch.autograd.Function):
         q, latent, rope_key, rows, out, lse = ctx.saved_tensors
         group, ops, scale = ctx.spread
         with labelled("attention"):
-            grad, everyones, out = (group.all_gather(x, ctx.chunk.count) for x in (grad, q, out))
+            grad = group.all_gather(grad, ctx.chunk.count)
+            everyones = group.all_gather(q, ctx.chunk.count)
+            out = group.all_gather(out, ctx.chunk.count)
             queries = QueryGradients(grad, everyones, out, lse)
             grad_q, grad_latent, grad_rope = ops.attend_backward(
                 queries, ctx.past, (latent, rope_key), rows, scale=scale

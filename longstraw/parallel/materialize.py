@@ -24,15 +24,13 @@ def build_sharded(
     *,
     seed: int,
     device: torch.device,
-    backend: str | None = None,
-    fake: bool = False,
 ) -> Parallel:
     """Return a model spread over ``mesh``, with weights from its checkpoint or drawn from ``seed``.
 
     They are the weights that one process would have. Drawn ones are made a module at a time, of which a rank keeps its
-    part; of a checkpoint's files a rank reads no more than its part. ``fake`` as for ``build_model``.
+    part; of a checkpoint's files a rank reads no more than its part.
     """
-    model = add_adapter(build_model(config, device="meta", backend=backend or device.type, fake=fake), adapter)
+    model = add_adapter(build_model(config, device="meta", backend=device.type), adapter)
     parallel = parallelize(model, mesh)
     model.to_empty(device=device)
     if config.checkpoint is None:

@@ -1,4 +1,4 @@
-"""What ended a rank, as it left it: a small JSON file in the run's folder for whoever looks later. No torch."""
+"""Failure files: why a rank ended, one small JSON file a rank in the run's folder. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from longstraw.errors import RankLostError
 
 
 def ranks_folder(run_dir: str | Path, attempt: int) -> Path:
-    """Return the folder in which an attempt's ranks leave their words and logs."""
+    """Return the folder in which an attempt's ranks record failures and logs."""
     return Path(run_dir) / "ranks" / str(attempt)
 
 
-def write_failure(folder: Path, rank: int, word: dict[str, Any]) -> None:
-    """Leave what ended ``rank``: ``word`` names the rank to blame, its host, the reason and the status.
+def write_failure(folder: Path, rank: int, failure: dict[str, Any]) -> None:
+    """Write why ``rank`` ended: ``failure`` names the rank that failed first, its host, the reason and the status.
 
-    The first word stands. A file that cannot be written is passed over: the others notice the silence.
+    An earlier file is kept. One that cannot be written is skipped: the other ranks see the missing heartbeat.
     """
     path = folder / f"{rank}.json"
     with contextlib.suppress(OSError):
@@ -28,12 +28,12 @@ def write_failure(folder: Path, rank: int, word: dict[str, Any]) -> None:
         if path.exists():
             return
         beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps({**word, "time": time.time()}) + "\n")
+        beside.write_text(json.dumps({**failure, "time": time.time()}) + "\n")
         os.replace(beside, path)
 
 
 def read_failure(folder: Path, rank: int) -> str | None:
-    """Return the word that ``rank`` left, or ``None``."""
+    """Return the failure that ``rank`` recorded, as JSON, or ``None``."""
     try:
         return (folder / f"{rank}.json").read_text()
     except OSError:
@@ -41,7 +41,7 @@ def read_failure(folder: Path, rank: int) -> str | None:
 
 
 def first_failure(run_dir: str | Path, attempt: int) -> RankLostError | None:
-    """Return what the earliest word of an attempt's ranks says, or ``None`` if none left one."""
+    """Return the earliest failure that a rank of an attempt recorded, or ``None``."""
     found = []
     for path in ranks_folder(run_dir, attempt).glob("[0-9]*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -51,11 +51,11 @@ def first_failure(run_dir: str | Path, attempt: int) -> RankLostError | None:
 
 
 def failure_fields(lost: RankLostError) -> dict[str, Any]:
-    """Return the word that says who is lost."""
+    """Return the fields of a failure file."""
     return {"rank": lost.rank, "host": lost.host, "reason": lost.reason, "status": lost.status}
 
 
 def parse_failure(text: str) -> RankLostError:
-    """Return the error that a word, as JSON, speaks of."""
-    word = json.loads(text)
-    return RankLostError(word["rank"], word["host"], word["reason"], word["status"])
+    """Return the error that a failure file's text describes."""
+    fields = json.loads(text)
+    return RankLostError(fields["rank"], fields["host"], fields["reason"], fields["status"])

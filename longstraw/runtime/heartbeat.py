@@ -1,9 +1,9 @@
-"""Which ranks are still there, and the end of those that would wait for one that is gone.
+"""Heartbeats between the ranks of a job: finds the rank that failed, and ends those that would wait for it for ever.
 
-Every rank writes a heartbeat into a store, from a thread and over a connection of its own. Rank 0 judges the others,
-they judge rank 0, in whose process the store lives. A rank that fails leaves its reason before it goes, in the store
-and as a file for whoever looks later. A rank that waits inside a collective cannot be raised into: its process ends
-here, after its last word.
+Every rank writes a heartbeat into a store, from a thread and over a connection of its own. Rank 0 watches the others,
+they watch rank 0, in whose process the store lives. A rank that fails first writes its reason into the store and into a
+file. A thread that waits inside a collective cannot be interrupted, so its process exits from here, after the failure
+is recorded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Heartbeat:
         self.lost: RankLostError | None = None
         self._store = store
         self._send: dict[str, str] = {}
-        self._told: dict[str, str] = {}  # what the store last said of `first`, `suspect` and `lost`
+        self._last_read: dict[str, str] = {}  # what the store last said of `first`, `suspect` and `lost`
         self._beats = dict.fromkeys(range(me.world_size), "")
         now = time.monotonic()
         self._heard, self._at, self._suspected = now, dict.fromkeys(self._beats, now), 0.0
@@ -67,7 +67,7 @@ class Heartbeat:
             thread.start()
 
     def present(self) -> list[int]:
-        """Return the ranks that have been heard of."""
+        """Return the ranks whose heartbeat was seen."""
         return [rank for rank, beat in self._beats.items() if beat]
 
     def hosts(self) -> str:
@@ -85,7 +85,7 @@ class Heartbeat:
         """Return what is to blame for ``error``: itself, or the rank whose end made a collective fail here.
 
         A ``RuntimeError`` may be a collective's, so it waits until no other rank can have been first; memory that ran
-        out and every other exception stand for themselves, and the other ranks are told at once.
+        out and every other exception are the cause themselves, and the other ranks get them at once.
         """
         with self._lock:
             self._arrived = True
@@ -159,8 +159,8 @@ class Heartbeat:
             new = values[f"beat/{rank}"]
             if new not in (EMPTY, beat):
                 self._beats[rank], self._at[rank] = new, now
-        self._told = {key: values[key] for key in ("first", "suspect", "lost") if values[key] != EMPTY}
-        if "suspect" in self._told and not self._suspected:
+        self._last_read = {key: values[key] for key in ("first", "suspect", "lost") if values[key] != EMPTY}
+        if "suspect" in self._last_read and not self._suspected:
             self._suspected = now
         self._heard = now
 
@@ -168,7 +168,7 @@ class Heartbeat:
         last = time.monotonic()
         while not self._over.wait(self.tick / 2):
             now = time.monotonic()
-            if now - last > self.silence / 2:  # this process itself stood still: what it missed proves nothing
+            if now - last > self.silence / 2:  # this process itself was stopped: silence meanwhile proves nothing
                 self._heard, self._at = now, dict.fromkeys(self._at, now)
             last = now
             lost = self._find(now)
@@ -178,27 +178,27 @@ class Heartbeat:
 
     def _find(self, now: float) -> RankLostError | None:
         """Return the rank that is lost, if one is."""
-        if "lost" in self._told:
-            return parse_failure(self._told["lost"])
+        if "lost" in self._last_read:
+            return parse_failure(self._last_read["lost"])
         if self.me.rank != 0:
             unheard = self._gone or now - self._heard > self.silence
             if unheard or (self._beats[0] and now - self._at[0] > 1.5 * self.silence):
-                word = read_failure(self.folder, 0)
-                return parse_failure(word) if word else self._silent(0, now)
+                failure = read_failure(self.folder, 0)
+                return parse_failure(failure) if failure else self._silent(0, now)
             return None
-        if "first" in self._told:
-            return parse_failure(self._told["first"])
+        if "first" in self._last_read:
+            return parse_failure(self._last_read["first"])
         for rank in range(1, self.me.world_size):
             if not self._beats[rank]:
-                if word := read_failure(self.folder, rank):
-                    return parse_failure(word)
+                if failure := read_failure(self.folder, rank):
+                    return parse_failure(failure)
                 if now - self._begun > self.patience:
                     waited = f"never came: waited {self.patience:.0f} s, there are only {self.hosts()}"
                     return RankLostError(rank, self._host(rank), waited)
             elif now - self._at[rank] > self.silence:
                 return self._silent(rank, now)
         if self._suspected and now - self._suspected > self.silence + 4 * self.tick:
-            return parse_failure(self._told["suspect"])
+            return parse_failure(self._last_read["suspect"])
         return None
 
     def _silent(self, rank: int, now: float) -> RankLostError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SIGNALS = {  # what a site may send before it takes a job's nodes away
+SIGNALS = {  # what a user or a site may send; SLURM does before it takes a job's nodes away
+    signal.SIGINT: "interrupted (SIGINT)",
     signal.SIGTERM: "asked to end (SIGTERM)",
     signal.SIGUSR2: "the time limit is near, or the nodes are wanted (SIGUSR2)",
 }
@@ -18,7 +20,7 @@ class Preempted(Exception):
     """The job was asked to end and has stopped at a safe place, between two chunks or branches."""
 
     signal: signal.Signals | None = None
-    told = ""  # what the record says of it
+    reason = ""  # what the record says of it
     progressed = False  # whether a checkpoint stands that this attempt did not begin with
 
 
@@ -35,9 +37,9 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take the signals while inside; only the main thread can, in another one nothing is heard.
+        """Take the signals while inside; only the main thread can, in another one no signal is taken.
 
-        Inside another ``Stop`` what that one has heard counts here too.
+        Inside another ``Stop`` a signal that it has taken counts here too.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -46,7 +48,7 @@ class Stop:
         for handler in before.values():
             outer = getattr(handler, "__self__", None)
             if isinstance(outer, Stop) and outer.asked is not None:
-                self._note(outer.asked, None)
+                self.asked = outer.asked
         try:
             yield self
         finally:
@@ -54,6 +56,10 @@ class Stop:
                 signal.signal(number, handler)
 
     def _note(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            if self.asked == signal.SIGINT:
+                raise KeyboardInterrupt(number)  # pressed twice: not even to the next safe place
+            os.write(2, b"longstraw: interrupted: stopping at the next safe place; Ctrl-C again ends at once\n")
         if self.asked is None or number == signal.SIGUSR2:  # the more telling one
             self.asked = signal.Signals(number)
 

@@ -1,10 +1,13 @@
-"""Whether this process is one of several ranks, as whoever started it left in the environment. No torch."""
+"""Which rank this process is, read from the environment, and whether a process that was noted still runs. No torch."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from longstraw.config import ConfigError, HardwareConfig
 
@@ -21,7 +24,7 @@ class ProcessInfo:
     local_rank: int = 0
     local_world_size: int = 1
     node: int = 0
-    start: str = "0"  # tells this start of the job from those before a requeue
+    start: str = "0"  # distinguishes this start of the job from those before a requeue
 
 
 def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
@@ -80,3 +83,67 @@ def threads(me: ProcessInfo, environment: Mapping[str, str] = os.environ) -> int
         return int(environment["SLURM_CPUS_PER_TASK"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // me.local_world_size)
+
+
+def process_identity(pid: int | None = None) -> dict[str, Any]:
+    """Return what identifies a process (this one by default): host, number, when it started.
+
+    The number alone does not: after its end, and after a restart of the machine, another process gets it.
+    """
+    pid = os.getpid() if pid is None else pid
+    started, namespace = _proc_state(pid)[1], _pid_namespace()
+    return {"host": socket.gethostname(), "pid": pid, "started": started, "pid_namespace": namespace}
+
+
+def is_running(identity: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of ``process_identity`` still runs; ``None`` where that cannot be seen from here.
+
+    It cannot on another host, nor in another container on this one. A zombie does not run.
+    """
+    if identity.get("host") != socket.gethostname():
+        return None
+    if _boot(identity.get("started")) != _boot(_proc_state(os.getpid())[1]):
+        return False  # the machine was restarted
+    if identity.get("pid_namespace") != _pid_namespace():
+        return None
+    state, started = _proc_state(identity["pid"])
+    if state:
+        return state not in "ZX" and started == identity.get("started")
+    try:
+        os.kill(identity["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's, hidden from /proc
+        return None
+    return True  # a system without /proc
+
+
+def folder_identity(folder: Path) -> dict[str, Any]:
+    """Return what distinguishes a folder from its copies."""
+    return {"path": str(folder.resolve()), "inode": folder.stat().st_ino}
+
+
+def is_copy(folder: Path, identity: Mapping[str, Any] | None) -> bool:
+    """Return whether ``folder`` is another than that of ``folder_identity``; one that was moved keeps its inode."""
+    return identity is not None and all(identity[key] != value for key, value in folder_identity(folder).items())
+
+
+def _proc_state(pid: int) -> tuple[str, str | None]:
+    """Return the state letter of a process and when it started: the boot, and clock ticks since; empty if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold anything
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "", None
+    return fields[0], f"{boot}/{fields[19]}"
+
+
+def _boot(started: str | None) -> str:
+    return (started or "").partition("/")[0]
+
+
+def _pid_namespace() -> str | None:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None

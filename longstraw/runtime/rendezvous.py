@@ -129,8 +129,8 @@ def _meet(me: ProcessInfo, hardware: HardwareConfig, folder: Path) -> tuple[dist
         return _prefixed(store, me), host, store.port
     begun, patience, reason = time.monotonic(), 0.8 * hardware.timeout_s, ""
     while time.monotonic() - begun < patience:
-        if word := read_failure(folder, 0):
-            raise parse_failure(word)
+        if failure := read_failure(folder, 0):
+            raise parse_failure(failure)
         with contextlib.suppress(OSError):
             host, port = _address_file(folder, me).read_text().split()
             try:
@@ -167,7 +167,7 @@ def offer_job(run_dir: Path | None) -> None:
 
 
 def offered_job() -> Path | None:
-    """Return the folder of the job that rank 0 composed, or ``None`` where it refused; waits for its word."""
+    """Return the folder of the job that rank 0 composed, or ``None`` where it refused; waits for the answer."""
     try:
         said = torchrun_store().get("run_dir").decode()
     except RuntimeError as error:

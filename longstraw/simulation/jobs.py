@@ -11,7 +11,7 @@ from longstraw.memory.fit import exceeded
 from longstraw.selfcheck import check_job
 from longstraw.simulation.emulate import emulate
 from longstraw.simulation.simulate import simulate
-from longstraw.tracking.recorder import job_recorder
+from longstraw.tracking.recorder import RunIdentity, job_recorder
 from longstraw.training.monitor import Progress
 from longstraw.training.rank_metrics import MEANS
 
@@ -19,29 +19,31 @@ VALUES = (*MEANS, "grad_norm", "recompute_difference")  # what only a run has
 StepRows = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
 
 
-def simulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
-    """Simulate the largest steps of one job and write their records; ``context`` is that of ``run_job``."""
-    run_single_rank(simulate, "simulate", config, run_dir, **context)
+def simulate_job(config: RunConfig, run_dir: str | Path, identity: RunIdentity) -> None:
+    """Simulate the largest steps of one job and write their records."""
+    run_single_rank(simulate, "simulate", config, run_dir, identity)
 
 
-def emulate_job(config: RunConfig, run_dir: str | Path, **context: Any) -> None:
-    """Emulate the steps of one job and write their records to ``run_dir``; ``context`` is that of ``run_job``."""
+def emulate_job(config: RunConfig, run_dir: str | Path, identity: RunIdentity) -> None:
+    """Emulate the steps of one job and write their records to ``run_dir``."""
     checked, wrong = check_job(config)
     if wrong is not None:
         raise wrong
-    run_single_rank(emulate, "emulate", config, run_dir, selfcheck=checked, **context)
+    run_single_rank(emulate, "emulate", config, run_dir, identity, selfcheck=checked)
 
 
 def run_single_rank(
-    play: StepRows, mode: str, config: RunConfig, run_dir: str | Path, *, selfcheck: str | None = "off", **context: Any
+    play: StepRows,
+    mode: str,
+    config: RunConfig,
+    run_dir: str | Path,
+    identity: RunIdentity,
+    *,
+    selfcheck: str | None = "off",
 ) -> None:
-    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``.
-
-    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``attempt``, ``sweep``, ``command``,
-    ``overrides``.
-    """
+    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``."""
     folder = Path(run_dir)
-    with job_recorder(config, folder, mode=mode, selfcheck=selfcheck, **context) as recorder:
+    with job_recorder(config, folder, identity, mode=mode, selfcheck=selfcheck) as recorder:
         for row in play(config, Progress(folder / "progress.json")):
             own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
             chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from longstraw.tracking.schema import RecordError, latest_attempt, to_line
+from longstraw.errors import os_reason
+from longstraw.tracking.schema import RecordError, to_line
 
 
 class JsonlWriter:
@@ -19,8 +20,8 @@ class JsonlWriter:
         self.path = path
         if fresh and path.exists() and path.stat().st_size:
             raise RecordError(
-                f"{path} holds an earlier run's records and is not overwritten; use another run folder, or attempt="
-                f"{(latest_attempt(path.parent) or 0) + 1} to continue that run"
+                f"{path} holds an earlier run's records and is not overwritten; use another run folder, or go on with "
+                f"that run: python -m longstraw.status {shlex.quote(str(path.parent))} --again"
             )
         self._file = path.open("ab+", buffering=0)
         if not fresh and self._file.seek(0, os.SEEK_END):
@@ -40,9 +41,8 @@ class JsonlWriter:
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
             sys.stderr.write(line.decode())
-            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "writing failed"
             raise RecordError(
-                f"{self.path}: {why} ({error.strerror}), so the record of step {row.get('step')} is not in it; "
+                f"{self.path}: {os_reason(error)}, so the record of step {row.get('step')} is not in it; "
                 f"the row is on stderr. Earlier rows are whole. Free some space and run on from the checkpoint"
             ) from error
 

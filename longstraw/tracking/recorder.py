@@ -7,7 +7,8 @@ rows from a thread of its own, so that a run neither waits for it nor dies of it
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,33 +43,48 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
     return path
 
 
+@dataclass(frozen=True)
+class RunIdentity:
+    """Which job its records are of: the same ``run_id`` over all attempts; ``sweep`` is its command's folder."""
+
+    run_id: str
+    attempt: int = 0
+    sweep: str | None = None
+    command: str | None = None
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class WandbOptions:
+    """What W&B is given beside the rows: the whole configuration as nested dicts, the run's name and its group."""
+
+    tracking: TrackingConfig | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    group: str | None = None
+    name: str | None = None
+
+
 def job_recorder(
     config: RunConfig,
     run_dir: str | Path,
+    identity: RunIdentity,
     *,
     mode: str,
     selfcheck: str | None,
-    run_id: str,
-    attempt: int = 0,
-    sweep: str | None = None,
-    command: str | None = None,
-    overrides: Sequence[str] = (),
     rank: int = 0,
 ) -> Recorder:
     """Return the recorder of a job in ``mode``, with the keys that all its rows share; warn of an over-long context."""
     if warning := native_length_warning(config.model, config.context):
         log.warning(warning)
     facts = startup_facts(config.processes.backend)
-    ours = {"mode": mode, "command": command or facts["command"], "selfcheck": selfcheck}
+    ours = {"mode": mode, "command": identity.command or facts["command"], "selfcheck": selfcheck}
+    name = " ".join(identity.overrides) or config.model.name
     return Recorder(
         run_dir,
-        run_id=run_id,
-        attempt=attempt,
-        config=to_dict(config),
-        tracking=config.tracking,
-        group=sweep,
-        name=" ".join(overrides) or config.model.name,
+        run_id=identity.run_id,
+        attempt=identity.attempt,
         constants={**constant_keys(config), **facts, **ours},
+        wandb=WandbOptions(config.tracking, to_dict(config), identity.sweep, name),
         rank=rank,
     )
 
@@ -76,9 +92,8 @@ def job_recorder(
 class Recorder:
     """Write a job's rows to its records file, and mirror them to W&B.
 
-    ``run_dir`` is the job's folder, ``config`` its whole configuration as nested dicts, ``group`` the sweep's name,
-    ``constants`` keys that every row shares. Only rank 0 writes; on other ranks every call does nothing. A records
-    file with rows in it is never overwritten: ``RecordError``.
+    ``run_dir`` is the job's folder, ``constants`` are keys that every row shares. Only rank 0 writes; on other ranks
+    every call does nothing. A records file with rows in it is never overwritten: ``RecordError``.
     """
 
     def __init__(
@@ -87,15 +102,12 @@ class Recorder:
         *,
         run_id: str,
         attempt: int = 0,
-        config: dict[str, Any] | None = None,
-        tracking: TrackingConfig | None = None,
-        group: str | None = None,
-        name: str | None = None,
         constants: dict[str, Any] | None = None,
+        wandb: WandbOptions | None = None,
         rank: int = 0,
     ) -> None:
         self.path = records_path(run_dir, attempt)
-        self._attempt = attempt
+        self.attempt = attempt
         self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
         self._lines: JsonlWriter | None = None
         self._mirror: WandbMirror | None = None
@@ -104,14 +116,16 @@ class Recorder:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = JsonlWriter(self.path, fresh=True)
+        wandb = wandb or WandbOptions()
+        tracking = wandb.tracking
         options = {
             "id": run_id,
-            "group": group and group[:128],  # a server takes no longer ones
-            "name": name and name[:128],
+            "group": wandb.group and wandb.group[:128],  # a server takes no longer ones
+            "name": wandb.name and wandb.name[:128],
             "project": getattr(tracking, "project", "longstraw"),
             "entity": getattr(tracking, "entity", None),
             "tags": list(getattr(tracking, "tags", [])),
-            "config": {**plain(config or {}), "attempt": attempt},
+            "config": {**plain(wandb.config), "attempt": attempt},
         }
         # Two processes that open one run id in one folder within a second overwrite each other's file.
         folder = self.path.parent / "wandb" / f"attempt-{attempt}"
@@ -120,7 +134,7 @@ class Recorder:
     @property
     def superseded(self) -> bool:
         """Whether a later attempt of this job has begun, so that this one is a zombie and should stop."""
-        return (latest_attempt(self.path.parent) or 0) > self._attempt
+        return (latest_attempt(self.path.parent) or 0) > self.attempt
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; keys it lacks are null.

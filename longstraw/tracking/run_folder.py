@@ -1,4 +1,4 @@
-"""What a job's folder tells: its last record, its progress, and the table at the end of a command."""
+"""What is in a job's folder: its last record, its progress, and the table at the end of a command."""
 
 from __future__ import annotations
 

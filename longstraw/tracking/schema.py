@@ -62,7 +62,7 @@ KEYS = _keys("""
     data                           str    name of the task
     dtype                          str    of parameters and activations
     state_dtype                    str    of the retained rows
-    state_gradient_dtype           str    of the gradient that the retained rows are owed
+    state_gradient_dtype           str    of the gradient of the retained rows
     state_device                   str    where the retained rows and their gradient lie
     rope_scaling                   dict   how angles are scaled beyond the native length
     past_native_length             bool   whether context is beyond what the model was made or scaled for
@@ -74,7 +74,7 @@ KEYS = _keys("""
     dp                             int    prompts side by side
     simulated_rank                 int    the rank whose step was simulated or emulated; the others were not
     expert_imbalance               float  tokens stated for that rank's experts, over an even share
-    stepped_over                   bool   whether repeating chunks and branches were stood in for
+    stepped_over                   bool   whether repeating chunks and branches were allocated, not evaluated
     nodes                          int    machines
     selfcheck                      str    outcome of the kernels' self-check on this device
     steps                          int    optimizer steps the job was asked for
@@ -162,7 +162,7 @@ def complete(row: dict[str, Any]) -> dict[str, Any]:
     full = {name: plain(row.get(name)) for name in KEYS}
     full["schema"] = SCHEMA
     if full["status"] == "ok" and full["evidence"] is None and full["mode"] not in ("simulate", "emulate"):
-        full["evidence"] = "finished"  # what one process played proves no rung
+        full["evidence"] = "finished"  # one process alone shows none of the rungs
     return full
 
 

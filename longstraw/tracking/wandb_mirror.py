@@ -115,7 +115,7 @@ class WandbMirror:
                 if self._stop.is_set() and self._queue.empty():
                     break
             self._finish()
-        except BaseException as error:  # a thread's last words, not the run's
+        except BaseException as error:  # the thread ends, the run goes on
             self._warn(f"{_short(error)}; going on without it")
         finally:
             self._given_up = True
@@ -204,7 +204,7 @@ class WandbMirror:
         )
         with contextlib.suppress(AttributeError):
             self._process = self._wandb.setup()._connection._proc._process
-        # Where it cannot write, wandb moves to the node's own /tmp without a word.
+        # Where it cannot write, wandb moves to the node's own /tmp silently.
         if not Path(run.settings.sync_dir).resolve().is_relative_to(self._folder.resolve()):
             raise OSError(f"wandb cannot write to {self._folder}, it moved to {run.settings.sync_dir}")
         # No step= ever: a server drops steps below its own, and a requeued job repeats some.
@@ -231,7 +231,7 @@ def _has_key(wandb: Any) -> bool:
     try:
         from wandb.sdk.lib import wbauth
 
-        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings  # silent from its first word
+        settings = wandb.setup(settings=wandb.Settings(silent=True)).settings  # silent from the start
         host = settings.base_url
         found = found or bool(settings.api_key)
         found = found or bool(

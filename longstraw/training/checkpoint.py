@@ -5,11 +5,11 @@ the learning rate of a step follow from its number, so the number is their state
 it is evaluated anew. All ranks write, through torch.distributed.checkpoint, so tensors may be DTensors and another
 number of ranks may read.
 
-    step-00000012/state.json     step, attempt, ranks, and the length and sum of every other file; written last
+    step-00000012/state.json     step, attempt, ranks, configuration, length and sum of every other file; written last
                  /.metadata      torch's: names, shapes, who wrote what
                  /__0_0.distcp   rank 0's part
 
-It is written beside its place under a name that nobody reads, and renamed when every rank is done.
+It is written under a temporary name and renamed when every rank is done.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from longstraw.errors import RankLostError, describe, status_of
+from longstraw.config.specification import differing_keys
+from longstraw.errors import RankLostError, describe, os_error, os_reason, status_of, write_error
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,24 @@ def any_rank(flag: bool) -> bool:
     return bool(held)
 
 
+@dataclass(frozen=True)
+class Owner:
+    """The run that checkpoints belong to: its configuration (nothing is checked without one) and its attempt.
+
+    ``keep_last`` checkpoints are kept.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    keep_last: int = 2
+
+
 class Checkpoints:
     """The checkpoints of one job, in a folder that all its ranks share.
 
     ``parameters`` are the trained ones by name, restored in place, and ``updated`` the tensors that the optimizer
-    updates in their stead, such as copies in host memory. ``superseded`` says whether a later attempt of the job has
-    begun: then nothing is written any more.
+    updates in their stead, such as copies in host memory. ``owner`` is the run they belong to.
+    ``superseded`` says whether a later attempt of the job has begun: then nothing is written any more.
     """
 
     def __init__(
@@ -71,8 +85,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None,
         *,
         updated: Mapping[str, Tensor] | None = None,
-        keep_last: int = 2,
-        attempt: int = 0,
+        owner: Owner | None = None,
         superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self.folder = Path(folder)
@@ -82,21 +95,25 @@ class Checkpoints:
         groups = optimizer.param_groups if optimizer is not None else []
         if set(self.updated) != set(self.parameters) or not {id(p) for g in groups for p in g["params"]} <= named:
             raise ValueError("the optimizer updates tensors that no name was given for; its state would be lost")
-        self.keep_last, self.attempt, self.superseded = keep_last, attempt, superseded
+        self.owner, self.superseded = owner or Owner(), superseded
         self.newest: int | None = None  # step of the newest one written or read
 
     def save(self, step: int) -> bool:
         """Write a checkpoint of the first ``step`` steps; return whether it stands. All ranks call it together."""
         place = self.folder / _name(step)
-        beside = self.folder / f".{place.name}.attempt-{self.attempt}"
+        beside = self.folder / f".{place.name}.attempt-{self.owner.attempt}"
         try:
             return self._write(step, place, beside)
         except Exception as error:
+            found = os_error(error) or write_error(beside if beside.exists() else self.folder)
             if _rank() == 0:
-                shutil.rmtree(beside, ignore_errors=True)  # on a full disk the record wants the room
-            if isinstance(error, OSError) and error.errno is not None:
-                raise OSError(error.errno, self._unwritten(step, error)) from error
-            raise
+                shutil.rmtree(beside, ignore_errors=True)  # on a full disk the record needs the room
+            if found is None:
+                raise
+            reason = self._unwritten(step, found)
+            if isinstance(error, RankLostError):
+                raise RankLostError(error.rank, error.host, f"failed: {reason}", error.status) from error
+            raise OSError(found.errno, reason) from error
 
     def _write(self, step: int, place: Path, beside: Path) -> bool:
         if _rank() == 0:
@@ -118,10 +135,10 @@ class Checkpoints:
         return stands
 
     def _unwritten(self, step: int, error: OSError) -> str:
-        """Return what a user is told of a checkpoint that could not be written."""
+        """Return what a user should know of a checkpoint that could not be written."""
         older = f"that of step {self.newest} is whole" if self.newest is not None else "there is no older one"
         again = f"once it can be, go on with: python -m longstraw.status {self.folder.parent} --again"
-        return f"{error.strerror}: the checkpoint of step {step} is not written, {older}; {again}"
+        return f"{os_reason(error)}: the checkpoint of step {step} is not written, {older}; {again}"
 
     def load(self) -> int | None:
         """Restore the newest whole checkpoint; return its step, or ``None`` where there is none.
@@ -134,6 +151,7 @@ class Checkpoints:
                 if _rank() == 0:
                     log.warning("checkpoint %s is broken and passed over: %s", self.folder / name, wrong)
                 continue
+            self._check_owner(self.folder / name, state)
             self._read(self.folder / name)
             self.newest = int(state["step"])
             return self.newest
@@ -150,7 +168,8 @@ class Checkpoints:
 
     def _publish(self, beside: Path, place: Path, step: int, sums: dict[str, list[int]]) -> None:
         """Give a written checkpoint its name, and remove those no longer kept."""
-        state = {"format": FORMAT, "step": step, "attempt": self.attempt, "ranks": _ranks(), "files": sums}
+        state = {"format": FORMAT, "step": step, "attempt": self.owner.attempt, "ranks": _ranks(), "files": sums}
+        state["config"] = self.owner.config
         with (beside / STATE).open("w") as file:
             json.dump(state, file, indent=1)
             file.flush()
@@ -164,7 +183,7 @@ class Checkpoints:
         kept = [name for name in _steps(self.folder) if read_state(self.folder / name)]
         for path in self.folder.iterdir():
             stale = path.name.startswith(".step-") and path.name != beside.name
-            if stale or (path.name in kept[self.keep_last :]):
+            if stale or (path.name in kept[self.owner.keep_last :]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _read(self, place: Path) -> None:
@@ -206,6 +225,19 @@ class Checkpoints:
                 device = like.device if self.optimizer.defaults.get("fused") else "cpu"
                 moments[name, key] = torch.zeros(tuple(item.size), dtype=dtype, device=device)
         return moments
+
+    def _check_owner(self, place: Path, state: Mapping[str, Any]) -> None:
+        """Raise ``CheckpointMismatchError`` for a checkpoint of a run whose numbers are not this one's."""
+        keys = differing_keys(state.get("config") or self.owner.config, self.owner.config) if self.owner.config else {}
+        steps = self.owner.config.get("steps")
+        if steps is not None and int(state["step"]) > steps:
+            keys["steps"] = (f"{state['step']} taken", steps)
+        if keys:
+            wrong = ", ".join(f"{key} ({before} there, {now} here)" for key, (before, now) in keys.items())
+            raise CheckpointMismatchError(
+                f"{place} is of a run with another configuration: {wrong}; go on with it as it was, or start a run in "
+                "another folder"
+            )
 
     def _check(self, place: Path, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ``CheckpointMismatchError`` unless the checkpoint holds these parameters."""

@@ -8,43 +8,33 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from longstraw.config import RunConfig
+from longstraw.config import to_dict
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.tracking.recorder import Recorder, records_path
 from longstraw.tracking.schema import numbers
-from longstraw.training.checkpoint import Checkpoints, any_rank, random_states, set_random_states
+from longstraw.training.checkpoint import Checkpoints, Owner, any_rank, random_states, set_random_states
+
+if TYPE_CHECKING:
+    from longstraw.training.trainer import Trainer
 
 
 class CheckpointPolicy:
     """The checkpoints of a running job. Every rank has one and calls it at the same places."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        parameters: Mapping[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        updated: Mapping[str, torch.Tensor] | None = None,
-        recorder: Recorder,
-        stop: Stop,
-        attempt: int = 0,
-    ) -> None:
-        """``updated`` are the tensors that the optimizer updates in the parameters' stead, if there are such."""
-        self.config, self.stop, self.recorder = config, stop, recorder
+    def __init__(self, trainer: Trainer, recorder: Recorder, stop: Stop) -> None:
+        """Checkpoint what ``trainer`` trains, beside the records of ``recorder``."""
+        self.config, self.stop, self.recorder = trainer.config, stop, recorder
+        folder, attempt = recorder.path.parent, recorder.attempt
+        named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
-            parameters,
-            optimizer,
-            updated=updated,
-            keep_last=config.checkpoint.keep_last,
-            attempt=attempt,
+            named,
+            trainer.optimizer.optimizer,
+            updated=dict(zip(named, trainer.optimizer.updated, strict=True)),
+            owner=Owner(to_dict(trainer.config), attempt, trainer.config.checkpoint.keep_last),
             superseded=lambda: recorder.superseded,
         )
         self._recorded = last_step(folder, attempt)
@@ -84,8 +74,8 @@ class CheckpointPolicy:
         asked.progressed = newest is not None and newest > (self._first or 0)
         kept = f"the checkpoint of step {newest} is whole" if newest is not None else "there is no checkpoint yet"
         again = f", {step - (newest or 0)} steps will be done again" if step > (newest or 0) else ""
-        asked.told = f"{asked}; {kept}{again}"
-        return {"step": step, "status": "preempted", "error": asked.told, "resumed_step": self._first}
+        asked.reason = f"{asked}; {kept}{again}"
+        return {"step": step, "status": "preempted", "error": asked.reason, "resumed_step": self._first}
 
     def _due(self, step: int) -> bool:
         if step % self.config.refresh_every:

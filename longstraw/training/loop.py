@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longstraw.config import RunConfig
-from longstraw.errors import RankLostError, describe, status_of
+from longstraw.errors import RankLostError, describe, os_error, os_reason, status_of
 from longstraw.memory.meter import MemoryMeter
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.selfcheck import check_job
-from longstraw.tracking.recorder import Recorder, job_recorder
+from longstraw.tracking.recorder import Recorder, RunIdentity, job_recorder
 from longstraw.training.checkpoint import any_rank
 from longstraw.training.checkpoint_policy import CheckpointPolicy, last_step
 from longstraw.training.monitor import Monitor, Progress
@@ -30,22 +31,18 @@ class NotFiniteError(ValueError):
 def run_job(
     config: RunConfig,
     run_dir: str | Path,
-    *,
-    attempt: int = 0,
+    identity: RunIdentity,
     ranks: Ranks | None = None,
-    **context: Any,
 ) -> Preempted | None:
     """Run the steps of one job and write its records to ``run_dir``; go on from its newest checkpoint, if it has one.
-
-    ``context`` is what ``job_recorder`` is told of the job: ``run_id``, ``sweep``, ``command``, ``overrides``.
 
     A step that fails has its record too, with what had been measured until then; the exception goes on. A job that was
     asked to end writes a checkpoint and a record of that, and returns why it ended.
     """
-    folder, rank = Path(run_dir), ranks.rank if ranks is not None else 0
+    folder, rank, attempt = Path(run_dir), ranks.rank if ranks is not None else 0, identity.attempt
     checked, wrong = check_job(config)
     with (
-        job_recorder(config, folder, mode="run", selfcheck=checked, attempt=attempt, rank=rank, **context) as recorder,
+        job_recorder(config, folder, identity, mode="run", selfcheck=checked, rank=rank) as recorder,
         MemoryMeter() as meter,
         Stop(any_rank).listening() as stop,
         ExitStack() as resources,
@@ -59,22 +56,12 @@ def run_job(
             if any_rank(stop.asked is not None):  # while all this was loaded
                 return _unbegun(recorder, stop, folder, attempt)
             trainer = build_trainer(config, watch)
-            named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-            keeper = CheckpointPolicy(
-                config,
-                folder,
-                named,
-                trainer.optimizer.optimizer,
-                updated=dict(zip(named, trainer.optimizer.updated, strict=True)),
-                recorder=recorder,
-                stop=stop,
-                attempt=attempt,
-            )
+            keeper = CheckpointPolicy(trainer, recorder, stop)
             _take_steps(trainer, keeper)
             if config.save:
                 if rank == 0 and attempt:
                     _discard_saved(folder)
-                save_trained(trainer, folder)
+                _save(trainer, folder)
         except Preempted as asked:
             recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
             return asked
@@ -92,9 +79,21 @@ def run_job(
 def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Preempted:
     """Record that the job was asked to end before it had loaded its model, which may take longer than it has left."""
     asked = stop.preempted()
-    asked.told = f"{asked}; this attempt had not begun"
-    recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.told})
+    asked.reason = f"{asked}; this attempt had not begun"
+    recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.reason})
     return asked
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    """Save what was trained; on a full disk say so, whatever the library that writes says."""
+    try:
+        save_trained(trainer, folder)
+    except Exception as error:
+        found = os_error(error)
+        if found is None:
+            raise
+        again = f"once it can be: python -m longstraw.status {shlex.quote(str(folder))} --again"
+        raise OSError(found.errno, f"{os_reason(found)}: what was trained is not saved; {again}") from error
 
 
 def _discard_saved(folder: Path) -> None:

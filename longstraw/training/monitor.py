@@ -147,7 +147,7 @@ class CudaPeaks(Peaks):
 
 
 class Monitor(Observer):
-    """Hands what the step tells to the meter, the clock and the progress file."""
+    """Passes what the step reports to the meter, the clock and the progress file."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class Optimizer:
         *,
         note: Callable[[str, Any], object] = lambda kind, tensors: None,
     ):
-        """``note`` is told of ``gradients`` as they are made, and of the ``optimizer``'s state after each step."""
+        """``note`` gets ``gradients`` as they are made, and the ``optimizer``'s state after each step."""
         self.parameters, self.config, self.parallel, self._note = list(parameters), config, parallel, note
         self._sums: dict[int, Tensor] = {}  # by a parameter's id, this rank's part; those of narrow parameters
         for parameter in self.parameters:

@@ -7,14 +7,14 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longstraw.config import RunConfig, gradient_start
+from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
 from longstraw.grpo import Group, advantages, branch_losses
 from longstraw.memory.estimate import known
@@ -28,12 +28,12 @@ from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
 from longstraw.step import (
-    Retained,
+    PreparedGroup,
+    StepOptions,
     StepResult,
     check_group,
     finish_step,
-    old_policy_logprobs,
-    prefill,
+    prepare_group,
     score_fresh,
 )
 from longstraw.training.flops import step_flops
@@ -50,15 +50,20 @@ def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
     return (step // every * dp + dp_rank) * every
 
 
-@dataclass
+@dataclass(frozen=True)
 class SharedPrompt:
-    """A retained prompt that several optimizer steps share."""
+    """A group with its retained prompt, which several optimizer steps may share; ``age`` counts those before."""
 
-    group: Group
-    retained: Retained
-    old_logprobs: list[Tensor] | None
-    reference_logprobs: list[Tensor] | None
+    prepared: PreparedGroup
     age: int = 0
+
+    @property
+    def group(self) -> Group:
+        return self.prepared.group
+
+    def older(self) -> SharedPrompt:
+        """Return what the next step has of it: nothing is evaluated for it again."""
+        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.age + 1)
 
 
 @dataclass
@@ -74,25 +79,27 @@ class Trainer:
     parallel: Parallel | None = None  # where there is more than one rank
     shared: SharedPrompt | None = None
 
+    @property
+    def options(self) -> StepOptions:
+        """How every step is taken."""
+        config = self.config
+        return StepOptions(
+            config.chunk,
+            config.prompt_grad,
+            config.prompt_grad_window,
+            config.algorithm,
+            config.response_length,
+            config.state,
+        )
+
     def step(self, step: int) -> dict[str, Any]:
         """Take one optimizer step and return its record."""
         self.watch.start()
         begun = time.perf_counter()
         optimizer_held = bool(self.optimizer.state())  # made by the first step's update
-        shared, prefilled, scored = self._prompt(step)
-        result = finish_step(
-            self.model,
-            shared.retained,
-            shared.group,
-            algorithm=self.config.algorithm,
-            response_length=self.config.response_length,
-            old_logprobs=shared.old_logprobs,
-            reference_logprobs=shared.reference_logprobs,
-            prefilled=prefilled,
-            scored=scored,
-            observer=self.watch,
-        )
-        if shared.retained.grad_from is not None or self.config.refresh_every == 1:
+        shared = self._prompt(step)
+        result = finish_step(self.model, shared.prepared, self.options, observer=self.watch)
+        if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
             self.shared = None
         seconds = time.perf_counter() - begun
         with self.watch.aside():
@@ -108,40 +115,29 @@ class Trainer:
             row |= {"status": "error", "error": f"loss {row['loss']}, gradient norm {norm}: no step was taken"}
         return row
 
-    def _prompt(self, step: int) -> tuple[SharedPrompt, int, int]:
-        """Return the retained prompt of this step, evaluated now or before, and the positions that took."""
+    def _prompt(self, step: int) -> SharedPrompt:
+        """Return this step's group with its prompt, evaluated now or by an earlier step."""
         if self.shared is not None and step % self.config.refresh_every:
-            self.shared.age += 1
-            return self.shared, 0, 0
+            self.shared = self.shared.older()
+            return self.shared
         self.shared = None  # the old prompt's state is gone before the new one's is made
-        config, algorithm = self.config, self.config.algorithm
+        algorithm = self.config.algorithm
         group = self.task.group(self._groups_before(step))
-        check_group(group, self.model, algorithm, self.model if algorithm.kl_coef else None)
+        check_group(group, self.model, algorithm, has_reference=True)
         group = group.to(self.model.lm_head.weight.device)
         self.watch.meter.tag("inputs", group.prompt)
         self.watch.meter.tag("inputs", group.responses, host=True)
         reference = None
         if algorithm.kl_coef:
             with nullcontext() if self.reference is not None else adapters_off(self.model):
-                reference = score_fresh(
-                    self.reference or self.model, group, chunk=config.chunk, state=config.state, observer=self.watch
-                )
-        grad_from = gradient_start(
-            group.prompt_positions - 1, config.chunk, config.prompt_grad, config.prompt_grad_window
-        )
-        retained = prefill(
-            self.model,
-            group.prompt,
-            chunk=config.chunk,
-            grad_from=grad_from,
-            state=config.state,
-            observer=self.watch,
-        )
-        old = old_policy_logprobs(self.model, retained, group, algorithm, observer=self.watch)
-        self.shared = SharedPrompt(group, retained, old, reference)
-        scored = sum(group.response_positions) * self._scorings()
-        scored += retained.positions if reference is not None else 0  # the reference evaluates the prompt for itself
-        return self.shared, retained.positions, scored
+                reference = self._score_fresh(self.reference or self.model, group)
+        prepared = prepare_group(self.model, group, self.options, reference_logprobs=reference, observer=self.watch)
+        self.shared = SharedPrompt(prepared)
+        return self.shared
+
+    def _score_fresh(self, model: Decoder, group: Group) -> list[Tensor]:
+        """Return the log-probabilities of a group's responses on a prompt that is evaluated for them alone."""
+        return score_fresh(model, group, chunk=self.options.chunk, state=self.options.state, observer=self.watch)
 
     def _groups_before(self, step: int) -> int:
         """Return the number that this rank's task knows its group by: prompts side by side take one each."""
@@ -163,12 +159,11 @@ class Trainer:
             return {"logprob_drift": 0.0, "loss_drift": 0.0}
         if not self.config.measure_drift:
             return {}
-        config = self.config
-        fresh = score_fresh(self.model, shared.group, chunk=config.chunk, state=config.state, observer=self.watch)
+        fresh = self._score_fresh(self.model, shared.group)
         masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
         differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
         drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean()), "loss_drift": None}
-        if shared.old_logprobs is None and not self.config.algorithm.kl_coef:
+        if shared.prepared.old_logprobs is None and not self.config.algorithm.kl_coef:
             return drift
         stale_loss, fresh_loss = (self._loss(shared, logprobs) for logprobs in (result.logprobs, fresh))
         change = abs(stale_loss - fresh_loss)
@@ -180,8 +175,8 @@ class Trainer:
             shared.group,
             self.config.algorithm,
             self.config.response_length,
-            shared.old_logprobs,
-            shared.reference_logprobs,
+            shared.prepared.old_logprobs,
+            shared.prepared.reference_logprobs,
             torch.device("cpu"),
         )
         return sum(float(loss_of(lp).loss) for loss_of, lp in zip(losses, logprobs, strict=True))
@@ -272,7 +267,7 @@ def build_trainer(
     mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
 ) -> Trainer:
-    """Return model, data and optimizer of a job, their bytes told to the meter.
+    """Return model, data and optimizer of a job, with their bytes known to the meter.
 
     ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
     """

@@ -29,7 +29,8 @@ import json, os, signal, time
 from longstraw.tracking.run_folder import write_json
 from longstraw.tracking.recorder import append_row
 
-def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides):
+def run_job(config, run_dir, identity):
+    run_id, attempt, command = identity.run_id, identity.attempt, identity.command
     (run_dir / "pid").write_text(str(os.getpid()))
     (run_dir / "began").write_text(str(time.time()))
     fate = config.claim or ""

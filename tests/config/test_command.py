@@ -1,7 +1,6 @@
 """The command line as users meet it: processes of their own, with a stand-in for the training loop."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import records
+
+from longstraw.runtime.process_info import is_running
+from longstraw.tracking.run_folder import read_json
 
 TINY = ["model=qwen3_6_tiny", "hardware=cpu", "context=1Ki"]
 
@@ -63,7 +65,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(longstraw, stand_in, arguments
     (stand_in / "runs").write_text("")
     done = longstraw(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert [line[:11] for line in done.stderr.splitlines()] == ["longstraw: "]
+    assert done.stderr.startswith("longstraw: runs/longstraw: Not a directory; records go elsewhere with ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_one_job_runs_in_this_process_and_ends_with_its_table(longstraw):
@@ -125,15 +128,16 @@ def test_an_interrupt_ends_the_jobs_it_started(stand_in):
     command = [sys.executable, "-m", "longstraw.run", "-m", *TINY, "claim=hangs,last"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pid = wait_for(lambda: [path.read_text() for path in stand_in.glob("runs/*/*/0/pid") if path.read_text()])[0]
-    os.kill(int(pid), 0)
+    running = read_json(next(stand_in.glob("runs/*/*/0/process.json")))
+    assert (running["pid"], is_running(running)) == (int(pid), True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
+    assert is_running(running) is False
     assert [line.split()[5] for line in out.splitlines() if line[:1].isdecimal()] == ["error", "not"]
     assert "job 0: error: interrupted" in out
+    assert "KeyboardInterrupt" not in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -147,6 +151,56 @@ def test_one_job_that_is_stopped_leaves_word(stand_in, number):
     assert "Traceback" not in err
     (row,) = records(next(stand_in.glob("runs/*/*/0")))
     assert (row["status"], row["error"]) == ("error", f"interrupted ({number.name})")
+
+
+@pytest.mark.parametrize("module", ["longstraw.config", "hydra"])
+def test_an_interrupt_while_the_command_is_loaded_is_no_traceback(stand_in, module):
+    """Ctrl-C in the first second, while the command's own modules or Hydra are imported."""
+    hook = stand_in.parent / "hook" / "sitecustomize.py"
+    pause = f"""
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r} and not os.path.exists("loading"):
+            import time
+            open("loading", "w").close()
+            time.sleep(30)
+
+sys.meta_path.insert(0, Slow())
+"""
+    hook.write_text(hook.read_text() + pause)
+    command = [sys.executable, "-m", "longstraw.run", *TINY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (stand_in / "loading").exists())
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert (out, err) in (("", ""), ("", "longstraw: interrupted\n"))
+
+
+def test_a_folder_in_use_is_refused_before_hydra_writes_there(longstraw, stand_in):
+    assert longstraw("hydra.run.dir=X/a").returncode == 0
+    before = {path: path.read_bytes() for path in stand_in.rglob("*") if path.is_file()}
+    done = longstraw("hydra.run.dir=X/a", "optimizer.lr=1", "seed=9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "X/a holds an earlier run that ended with status ok, and nothing in it was changed" in done.stderr
+    assert {path: path.read_bytes() for path in stand_in.rglob("*") if path.is_file()} == before
+    assert longstraw("hydra.run.dir=X/b").returncode == 0
+    again = subprocess.run([sys.executable, "-m", "longstraw.status", "X"], capture_output=True, text=True, timeout=60)
+    assert [line.split()[:2] for line in again.stdout.splitlines()[1:]] == [["a", "done"], ["b", "done"]]
+
+
+@pytest.mark.parametrize("name", ["a b 'c' \"d\" ü $HOME", "100%", "%j"])
+def test_odd_characters_in_the_working_folder(longstraw, stand_in, monkeypatch, name):
+    (stand_in / name).mkdir()
+    monkeypatch.chdir(stand_in / name)
+    done = longstraw("-m", "seed=1,2")
+    if "%j" in name:
+        assert done.returncode == 2
+        assert "%j in its name, and submitit puts the job's number there" in done.stderr
+        assert longstraw("seed=1").returncode == 0  # one job in this process has no logs of submitit's
+        return
+    assert done.returncode == 0, done.stderr
+    assert [record["status"] for num in "01" for record in records(folder_of(done) / num)] == ["ok", "ok"]
 
 
 def test_detached_jobs_run_on_alone(longstraw, stand_in):

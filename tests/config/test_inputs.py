@@ -225,6 +225,6 @@ def test_equal_rewards_are_said(tmp_path):
 
 
 def test_one_job_s_progress_does_not_repeat_its_command(tmp_path):
-    one = Job(0, ["model=qwen3_6_tiny", "hardware.ranks=4"], tmp_path, config(), None)
+    one = Job(0, ["model=qwen3_6_tiny", "hardware.ranks=4"], tmp_path / "0", config(), None)
     assert labels([one]) == ["job 0"]
     assert labels([]) == []

@@ -18,7 +18,8 @@ from longstraw.launch import jobs as launch
 from longstraw.launch import placement
 from longstraw.launch.result import record_failure
 from longstraw.launch.worker import rank
-from longstraw.tracking.run_folder import last_row, read_rows, table
+from longstraw.runtime.process_info import is_running
+from longstraw.tracking.run_folder import last_row, read_json, read_rows, table
 
 CPU = {"name": "cpu", "backend": "cpu"}
 FULL = {
@@ -166,10 +167,7 @@ def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     for script in (first, second):
         assert "--kill-on-bad-exit=0 --wait=600" in script
         assert "#SBATCH --partition=p" in script
-    assert [handles[num].job_id for num in (0, 1, 2)] == ["100_0", "101", "100_1"]
-    launch.write_manifest(jobs, tmp_path, handles)
-    manifest = json.loads((tmp_path / "sweep.json").read_text())
-    assert [entry["job_id"] for entry in manifest["jobs"]] == ["100_0", "101", "100_1"]
+    assert [handles[job.run_dir].job_id for job in jobs] == ["100_0", "101", "100_1"]
 
 
 def test_a_key_slurm_has_not_is_refused_before_submission(tmp_path, slurm):
@@ -192,8 +190,7 @@ def test_a_job_that_reaches_its_time_limit_says_so(stand_in, capsys):
     job.config.hardware.time_min = 0.05
     assert launch.run_queue([job], {}) == 1
     assert last_row(job.run_dir)["error"].startswith("the time limit of 0.05 min was reached (hardware.time_min)")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((job.run_dir / "pid").read_text()), 0)
+    assert is_running(read_json(job.run_dir / "process.json")) is False
 
 
 def test_labels_name_what_differs(tmp_path):

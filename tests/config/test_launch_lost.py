@@ -46,7 +46,7 @@ def job(tmp_path):
 
 def look(job, handle, ended=None):
     line = JobLine(job.run_dir, "", 1, state="running")
-    launch._poll(job, line, {0: handle}, {0: time.monotonic()}, set() if ended is None else ended)
+    launch._poll(job, line, {job.run_dir: handle}, {job.run_dir: time.monotonic()}, set() if ended is None else ended)
     return line.state
 
 
@@ -83,6 +83,13 @@ def test_why_a_job_is_taken_for_dead(job, executor, state, began, words):
     handle = Handle(over=True)
     handle.state = state
     assert re.match(words, launch._death_reason(job, handle, 1.0))
+
+
+def test_a_job_that_could_not_write_why_it_failed_is_not_called_killed(job, tmp_path):
+    handle = Handle(over=True)
+    handle.paths.stdout = tmp_path / "log.out"
+    handle.paths.stdout.write_text("Traceback\nOSError: [Errno 28] No space left on device\n")
+    assert "could not write so itself (OSError: [Errno 28] No space" in launch._death_reason(job, handle, 1.0)
 
 
 def test_a_job_that_is_started_again_fences_off_what_is_left_of_it(job, monkeypatch):

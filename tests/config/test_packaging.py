@@ -48,10 +48,10 @@ def test_the_wheel_holds_conf_and_finds_it(wheel, tmp_path):
     yaml = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
     assert {path.relative_to(wheel / "longstraw/conf") for path in (wheel / "longstraw/conf").rglob("*.yaml")} == yaml
     entry = (wheel / next(wheel.glob("*.dist-info")).name / "entry_points.txt").read_text()
-    assert "longstraw = longstraw.run:main" in entry
+    assert "longstraw = longstraw.__main__:main" in entry
     # As a console script does it, from a folder that is no checkout. Only a composed job can tell this reason.
     script = tmp_path / "longstraw"
-    script.write_text("from longstraw.run import main\nmain()\n")
+    script.write_text("from longstraw.__main__ import main\nmain()\n")
     command = [sys.executable, str(script), "-m", "hardware=cpu", "seed=1,2", "context=100"]
     environment = {**os.environ, "PYTHONPATH": str(wheel)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

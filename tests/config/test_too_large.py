@@ -3,6 +3,7 @@
 from longstraw.config import from_dict, option
 from longstraw.launch import jobs as launch
 from longstraw.simulation.jobs import simulate_job
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.tracking.run_folder import last_row, read_json, table
 from longstraw.tracking.schema import check
 
@@ -53,7 +54,7 @@ def test_the_other_jobs_of_a_sweep_run(tmp_path, monkeypatch):
 
 def test_a_simulated_job_has_its_numbers_all_the_same(tmp_path):
     (job,) = prepared(tmp_path, config(0.0005, mode="simulate"))
-    simulate_job(job.config, job.run_dir, run_id="r")
+    simulate_job(job.config, job.run_dir, RunIdentity("r"))
     row = last_row(job.run_dir)
     assert row["status"] == "too_large"
     assert row["peak_allocated_bytes"] > 500_000

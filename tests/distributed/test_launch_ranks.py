@@ -173,7 +173,7 @@ def test_torchrun_with_other_ranks_than_the_hardware_s_stops_at_once(tmp_path):
 # What runs in the other processes.
 
 
-def training(run_job, config, run_dir, *, ranks, **context):
+def training(run_job, config, run_dir, identity, ranks):
     """Run the training loop itself, which loses a rank between two chunks or branches of the case's verb."""
     from longstraw.training.monitor import Progress
 
@@ -188,10 +188,10 @@ def training(run_job, config, run_dir, *, ranks, **context):
         go_on(progress, positions)
 
     Progress.start, Progress.advance = start, advance
-    run_job(config, run_dir, ranks=ranks, **context)
+    run_job(config, run_dir, identity, ranks)
 
 
-def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
+def work(config, run_dir, identity, ranks):
     """Stand in for the training loop: collectives in three verbs, of which the case's one loses a rank."""
     import torch
     import torch.distributed as dist
@@ -200,7 +200,7 @@ def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
     from longstraw.launch.worker import failed_rank
     from longstraw.tracking.recorder import append_row
 
-    row = {"run_id": run_id}
+    row = {"run_id": identity.run_id}
     try:
         for verb in VERBS:
             for chunk in range(3):
@@ -215,7 +215,7 @@ def work(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks):
         raise cause from error
     finally:
         if ranks.rank == 0:
-            append_row(run_dir, row, attempt)
+            append_row(run_dir, row, identity.attempt)
 
 
 def fall(case, verb, rank, run_dir):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.layers.op_cases import Draw
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
 from longstraw.selfcheck import check_ops
@@ -53,7 +54,7 @@ def stepped(config):
 def test_every_kernel_is_what_its_reference_is(model, dtype):
     config = load_model_config(model)
     device = torch.device("cuda")
-    findings = check_ops(config, backend="cuda", device=device, dtype=dtype, positions=333, rows=1111)
+    findings = check_ops(config, Draw(device, dtype, 0), backend="cuda", positions=333, rows=1111)
     assert findings
     assert not [x for x in findings if not x.passed]
 

@@ -31,7 +31,7 @@ def logits(count, vocabulary, width, dtype=BF16):
     logprob.reduce_logits(hidden, weight, targets.long(), parts, logprob.SPLIT)
     tile = weight[: logprob.GRADIENT_TILE]
     out = empty(count, len(tile), dtype=dtype)
-    logprob.logit_gradients(hidden, tile, targets.long(), row, row, row, row, row, 0, out)
+    logprob._logit_gradients(hidden, tile, targets.long(), row, row, row, row, row, 0, out)
 
 
 def latent_attention(heads, width, rope, count, dtype=BF16):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longstraw.config import load_model_config
+from longstraw.layers.op_cases import Draw
 from longstraw.ops.attention import fused as attention
 from longstraw.selfcheck import check_ops
 
@@ -12,7 +13,7 @@ CPU = torch.device("cpu")
 
 def failed(model, positions=5, rows=20, **sizes):
     config = load_model_config(model, hidden_size=32, vocab_size=100, **sizes)
-    found = check_ops(config, backend="cuda", device=CPU, dtype=torch.float32, positions=positions, rows=rows)
+    found = check_ops(config, Draw(CPU, torch.float32, 0), backend="cuda", positions=positions, rows=rows)
     return [f"{x.op}: {x.tensor}" for x in found if not x.passed], found
 
 

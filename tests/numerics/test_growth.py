@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.training.loop import run_job
 
 
@@ -22,7 +23,7 @@ def peak(folder, context, group_size, **changes):
         **changes,
     }
     folder.mkdir()
-    run_job(from_dict(values), folder, run_id="x")
+    run_job(from_dict(values), folder, RunIdentity("x"))
     return json.loads((folder / "records.jsonl").read_text())
 
 

@@ -14,7 +14,7 @@ from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError
 from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models.hf_weights import CheckpointError, save_model
 from longstraw.models.lora import adapters_off, add_adapter, load_adapter, save_adapter
-from longstraw.step import finish_step, prefill, score_fresh
+from longstraw.step import PreparedGroup, StepOptions, finish_step, prefill, score_fresh
 
 peft = pytest.importorskip("peft")
 
@@ -222,9 +222,8 @@ def test_kl_is_against_the_model_without_its_adapters():
         reference = score_fresh(model, group, chunk=64)
     for logprobs, close in ((reference, True), (score_fresh(model, group, chunk=64), False)):
         retained = prefill(model, group.prompt, chunk=64, grad_from=0)
-        shared = {"algorithm": algorithm, "response_length": None, "old_logprobs": group.old_logprobs}
-        counted = {"prefilled": 0, "scored": 0}
-        result = finish_step(model, retained, group, reference_logprobs=logprobs, **shared, **counted)
+        prepared = PreparedGroup(group, retained, group.old_logprobs, logprobs)
+        result = finish_step(model, prepared, StepOptions(64, algorithm=algorithm))
         distance, name = worst(adapter_gradients(model), target)
         assert (distance < EXACT) == close, name
         assert (abs(float(result.loss - loss)) < EXACT) == close

@@ -11,7 +11,7 @@ from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group
 from longstraw.models import build_model
 from longstraw.state import Appended
-from longstraw.step import grpo_step, prefill, prompt_backward, replay, score
+from longstraw.step import PreparedGroup, StepOptions, grpo_step, prefill, prompt_backward, replay, score
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,19 @@ def test_fifty_replays_of_one_branch_are_bitwise_equal(dtype):
     retained = prefill(model, group.prompt, chunk=64, grad_from=0)
     before = held(retained)
     scored = score(model, retained, group.responses[:2])
-    _, logprobs, *_ = replay(model, retained, group, algorithm=AlgorithmConfig(), response_length=7)
+    _, logprobs, *_ = replay(model, PreparedGroup(group, retained), StepOptions(64))
     assert all(torch.equal(lp, logprobs[0]) for lp in [*logprobs, *scored])
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(before, held(retained), strict=True))
     assert prompt_backward(model, retained) == 0.0
 
 
 @pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny"])
-def test_a_spent_prompt_is_refused(name):
+def test_a_consumed_prompt_is_refused(name):
     """Of rows that are appended the gradient is still there: a second step on them would count it twice."""
     model, group = build_model(name), Group(range(100), [[1, 2], [3]], [0.0, 1.0])
     retained = prefill(model, group.prompt, chunk=64, grad_from=0)
     again = (
-        lambda: replay(model, retained, group, algorithm=AlgorithmConfig(), response_length=2),
+        lambda: replay(model, PreparedGroup(group, retained), StepOptions(64)),
         lambda: score(model, retained, group.responses),
         lambda: prompt_backward(model, retained),
     )

@@ -6,6 +6,7 @@ from helpers import furthest, make_group, oracle, take_gradients, tiny_model, wo
 
 from longstraw import step
 from longstraw.ops.attention import reference
+from longstraw.ops.host_offload import RetainedRows
 from longstraw.state import Appended, Carried, Past
 
 BAR, SEEN = 1e-12, 1e-6
@@ -68,8 +69,13 @@ def gradient_of_a_border_is_kept_twice(patch):
 
 
 def values_get_the_gradient_of_keys(patch):
-    real = Past.grad
-    patch.setattr(Past, "grad", lambda self, name: real(self, "key" if name == "value" else name))
+    real = Past.pair
+
+    def keys_twice(self, *names):
+        rows, grads = real(self, *names)
+        return RetainedRows(rows, (grads[0], grads[0]))
+
+    patch.setattr(Past, "pair", keys_twice)
 
 
 GRADIENT_BREAKS = [
@@ -175,8 +181,7 @@ def test_recomputing_something_else_is_reported(case, monkeypatch):
     """The prompt backward must recompute what was retained; a weight changed in between is not that."""
     model, group, *_ = case
     retained = step.prefill(model, group.prompt, chunk=64, grad_from=0)
-    algorithm = step.AlgorithmConfig()
-    step.replay(model, retained, group, algorithm=algorithm, response_length=9)
+    step.replay(model, step.PreparedGroup(group, retained), step.StepOptions(64))
     weight = model.model.layers[0].mlp.down_proj.weight
     kept = weight.detach().clone()
     with torch.no_grad():

@@ -5,13 +5,12 @@ import torch
 from helpers import plain_attend, plain_ops, relative, take_gradients, tiny_model, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw.config import AlgorithmConfig
 from longstraw.grpo import Group
 from longstraw.ops import attention
 from longstraw.ops.attention import reference
 from longstraw.ops.delta import reference as delta
 from longstraw.state import Appended, Past
-from longstraw.step import prefill, prompt_backward, replay
+from longstraw.step import PreparedGroup, StepOptions, prefill, prompt_backward, replay
 
 
 class Sizes(TorchDispatchMode):
@@ -36,7 +35,7 @@ def largest_tensor(model, positions):
     group = Group(prompt, [[1, 2, 3], [4] * 70], [0.0, 1.0])
     with Sizes() as sizes:
         retained = prefill(model, prompt, chunk=64, grad_from=0)
-        replay(model, retained, group, algorithm=AlgorithmConfig(), response_length=70)
+        replay(model, PreparedGroup(group, retained), StepOptions(64))
         kept = [x for state in retained.states if isinstance(state, Appended) for _, x in state.held()]
         prompt_backward(model, retained)
     take_gradients(model)

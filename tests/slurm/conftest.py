@@ -174,7 +174,8 @@ if "SLOWLY" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:  # as whe
     while not (folder / "loaded").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
 
-def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, ranks=None):
+def run_job(config, run_dir, identity, ranks=None):
+    run_id, attempt, command = identity.run_id, identity.attempt, identity.command
     fate, kept = config.claim, run_dir / "kept"
     first = int(kept.read_text()) if kept.exists() else 0
     if fate == "deaf":
@@ -191,8 +192,8 @@ def run_job(config, run_dir, *, run_id, attempt, sweep, command, overrides, rank
                 stop.check()
             except Preempted as asked:
                 kept.write_text(str(step))
-                asked.told, asked.progressed = str(asked), step > first
-                append_row(run_dir, {**row, "status": "preempted", "error": asked.told}, attempt)
+                asked.reason, asked.progressed = str(asked), step > first
+                append_row(run_dir, {**row, "status": "preempted", "error": asked.reason}, attempt)
                 return asked
             if (latest_attempt(run_dir) or 0) > attempt:
                 raise Superseded("a later attempt has begun")

@@ -215,7 +215,7 @@ def test_what_a_killed_job_could_not_write_is_written_by_status(stand_in, slurm,
     assert status.main([str(stand_in)]) == 1
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:3]] == ["failed", "running"]
     (row,) = read_rows(stand_in / "0")
-    assert (row["status"], row["error"][:37]) == ("error", "the job ended without a word (SLURM: ")
+    assert (row["status"], row["error"][:46]) == ("error", "the job ended without a record of why (SLURM: ")
     assert read_json(stand_in / "0" / "result.json")["status"] == "error"
 
     slurm("scancel", known[1])  # it saves, and is not started again

@@ -92,7 +92,7 @@ def test_a_notebook_holds_no_logic_and_is_executed(path):
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
 def test_committed_records_are_whole_and_name_no_machine(path):
-    for row in read_rows(path, tell=lambda message: None):
+    for row in read_rows(path, report=lambda message: None):
         check({key: value for key, value in row.items() if value is not None})
         assert row["commit"]
         assert row["dirty"] is False

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from longstraw.errors import RankLostError
 from longstraw.runtime.preemption import Preempted, Stop
 from longstraw.training import checkpoint
-from longstraw.training.checkpoint import CheckpointMismatchError, Checkpoints, any_rank, read_state
+from longstraw.training.checkpoint import CheckpointMismatchError, Checkpoints, Owner, any_rank, read_state
 
 
 def training(seed=0, *, width=3, fused=True, dtype=torch.float32):
@@ -111,7 +111,7 @@ def test_nothing_to_load(tmp_path):
 
 def test_only_the_last_are_kept(tmp_path):
     parameters, optimizer = training()
-    checkpoints = Checkpoints(tmp_path, parameters, optimizer, keep_last=2)
+    checkpoints = Checkpoints(tmp_path, parameters, optimizer, owner=Owner(keep_last=2))
     (tmp_path / ".step-00000001.attempt-0").mkdir()  # a save that was killed
     (tmp_path / "step-00000099").mkdir()  # broken: not to be counted among those kept
     for step in (1, 2, 9, 10):
@@ -125,7 +125,7 @@ def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
     Checkpoints(tmp_path, parameters, optimizer).save(1)
     with torch.no_grad():
         parameters["scale"].fill_(7)
-    Checkpoints(tmp_path, parameters, optimizer, attempt=1).save(1)
+    Checkpoints(tmp_path, parameters, optimizer, owner=Owner(attempt=1)).save(1)
     others, other = training(seed=1)
     assert Checkpoints(tmp_path, others, other).load() == 1
     assert others["scale"].item() == 7
@@ -193,11 +193,36 @@ def test_another_model_is_refused_by_name(tmp_path):
         Checkpoints(tmp_path, more, None).load()
 
 
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"optimizer": {"lr": 0.5}}, r"optimizer\.lr \(0\.1 there, 0\.5 here\)"),
+        ({"seed": 1}, r"seed \(0 there, 1 here\)"),
+        ({"data": {"path": "b"}}, r"data\.path \(a there, b here\)"),
+        ({"new": True}, r"new \(None there, True here\)"),
+        ({"steps": 2}, r"steps \(3 taken there, 2 here\)"),
+        ({"steps": 9, "hardware": {"ranks": 2}, "tracking": {"mode": "disabled"}, "chunk": 64}, None),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused_by_key(tmp_path, changes, differs):
+    wrote = {"optimizer": {"lr": 0.1}, "seed": 0, "data": {"path": "a"}, "steps": 4, "hardware": {}, "chunk": 128}
+    Checkpoints(tmp_path, *training(), owner=Owner(wrote)).save(3)
+    parameters, optimizer = training(seed=1)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    checkpoints = Checkpoints(tmp_path, parameters, optimizer, owner=Owner({**wrote, **changes}))
+    if differs is None:
+        assert checkpoints.load() == 3
+        return
+    with pytest.raises(CheckpointMismatchError, match=f"of a run with another configuration: {differs};"):
+        checkpoints.load()
+    assert all(torch.equal(before[name], parameters[name]) for name in before)
+
+
 def test_a_zombie_leaves_everything_as_it_was(tmp_path):
     parameters, optimizer = training()
-    Checkpoints(tmp_path, parameters, optimizer, attempt=1).save(4)
+    Checkpoints(tmp_path, parameters, optimizer, owner=Owner(attempt=1)).save(4)
     content = (tmp_path / "step-00000004" / "state.json").read_text()
-    zombie = Checkpoints(tmp_path, parameters, optimizer, attempt=0, keep_last=1, superseded=lambda: True)
+    zombie = Checkpoints(tmp_path, parameters, optimizer, owner=Owner(keep_last=1), superseded=lambda: True)
     for step in (4, 5):
         assert not zombie.save(step)
     assert zombie.newest is None
@@ -264,7 +289,7 @@ def test_a_kill_while_writing_leaves_the_older_one(tmp_path, moment):
 
 
 def test_state_is_plain_json(tmp_path):
-    Checkpoints(tmp_path, *training(), attempt=3).save(7)
+    Checkpoints(tmp_path, *training(), owner=Owner(attempt=3)).save(7)
     state = json.loads((tmp_path / "step-00000007" / "state.json").read_text())
     assert (state["step"], state["attempt"], state["ranks"]) == (7, 3, 1)
     assert set(state["files"]) == {".metadata", "__0_0.distcp"}

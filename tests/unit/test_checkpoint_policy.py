@@ -9,7 +9,7 @@ import pytest
 
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.runtime.preemption import Stop, Superseded
-from longstraw.tracking.recorder import records_path
+from longstraw.tracking.recorder import RunIdentity, records_path
 from longstraw.tracking.schema import numbers
 from longstraw.training import checkpoint_policy as resume
 from longstraw.training import loop as train
@@ -40,7 +40,7 @@ def job(**changes):
 
 
 def run(folder, attempt, **changes):
-    return run_job(job(**changes), folder, run_id="x", attempt=attempt)
+    return run_job(job(**changes), folder, RunIdentity("x", attempt))
 
 
 def rows(folder, attempt):
@@ -104,9 +104,9 @@ def test_a_job_that_is_asked_to_end_goes_on_where_it_stood(tmp_path, monkeypatch
     first = rows(tmp_path, 0)
     step = first[-1]["step"]
     assert (first[-1]["status"], [row["step"] for row in first[:-1]]) == ("preempted", list(range(step)))
-    assert first[-1]["error"] == stopped.told
-    assert f"the checkpoint of step {step} is whole" in stopped.told
-    assert "again" not in stopped.told
+    assert first[-1]["error"] == stopped.reason
+    assert f"the checkpoint of step {step} is whole" in stopped.reason
+    assert "again" not in stopped.reason
     assert stopped.progressed == (step > 0)
     assert not (tmp_path / "model").exists()
     assert run(tmp_path, 1, **changes) is None
@@ -129,10 +129,30 @@ def test_a_signal_that_came_while_the_job_was_loaded_ends_it_before_it_begins(tm
         stopped = run(tmp_path, 1)
     assert (stopped.signal, stopped.progressed) == (signal.SIGTERM, False)
     (row,) = rows(tmp_path, 1)
-    assert (row["status"], row["step"], row["error"]) == ("preempted", done, stopped.told)
+    assert (row["status"], row["step"], row["error"]) == ("preempted", done, stopped.reason)
     run(tmp_path, 2)
     assert outcome(tmp_path, 0, 1, 2) == undisturbed()
     assert [row["repeated"] for row in rows(tmp_path, 2)] == [False] * (STEPS - done)
+
+
+def test_ctrl_c_stops_at_a_safe_place_and_twice_at_once(tmp_path, monkeypatch, undisturbed):
+    at_advance(monkeypatch, 30, signalled(signal.SIGINT))
+    stopped = run(tmp_path / "once", 0)
+    monkeypatch.undo()
+    last = rows(tmp_path / "once", 0)[-1]
+    assert (last["status"], last["error"]) == ("preempted", stopped.reason)
+    assert stopped.reason == f"interrupted (SIGINT); the checkpoint of step {last['step']} is whole"
+    run(tmp_path / "once", 1)
+    assert outcome(tmp_path / "once", 0, 1) == undisturbed()
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_advance(monkeypatch, 30, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "twice", 0)
+    assert not (tmp_path / "twice" / "checkpoints").exists()
 
 
 def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, monkeypatch, undisturbed):
@@ -149,7 +169,7 @@ def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, m
     stopped = run(tmp_path, 0, **changes)
     monkeypatch.undo()
     assert begun == [0, 1, 2, 3]
-    assert "the checkpoint of step 2 is whole, 1 steps will be done again" in stopped.told
+    assert "the checkpoint of step 2 is whole, 1 steps will be done again" in stopped.reason
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"]
     run(tmp_path, 1, **changes)
     assert outcome(tmp_path, 0, 1) == undisturbed(refresh_every=2)

@@ -7,10 +7,13 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.errors import os_error, os_reason, write_error
 from longstraw.launch import jobs as launch
 from longstraw.tracking.run_folder import read_json, read_lines, read_steps
+from longstraw.training.checkpoint import Checkpoints
 from longstraw.training.monitor import Monitor
 
 STEPS = 3
@@ -79,8 +82,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_and_the_record(disk
     shown = capsys.readouterr()
     assert shown.err.count("\n") == 1
     words = (
-        "No space left on device: the checkpoint of step 2 is not written, that of step 1 is whole; once it can be, go "
-        f"on with: python -m longstraw.status {disk / '0'} --again"
+        "the disk is full (No space left on device): the checkpoint of step 2 is not written, that of step 1 is whole; "
+        f"once it can be, go on with: python -m longstraw.status {disk / '0'} --again"
     )
     assert words in shown.err
     rows = read_lines(disk / "0" / "records.jsonl")
@@ -115,6 +118,46 @@ def test_a_record_that_does_not_fit_is_shown_and_the_rest_is_kept(disk, undistur
     assert [(row["step"], row["status"]) for row in read_lines(disk / "0" / "records.jsonl")] == [(0, "ok")]
     (disk / "others").unlink()
     goes_on(disk, undisturbed)
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+def test_torch_s_own_words_do_not_hide_the_full_disk(disk, parts):
+    """Where torch's zip writer ends the file, it raises its own error over the system's."""
+    tensors = {f"p{part}": torch.nn.Parameter(torch.zeros(1_000_000 // parts)) for part in range(parts)}
+    with pytest.raises(OSError, match=r"^\[Errno 28\] the disk is full \(No space left on device\): the checkpoint"):
+        Checkpoints(disk / "checkpoints", tensors, None).save(1)
+    assert list((disk / "checkpoints").iterdir()) == []
+
+
+def test_a_model_that_cannot_be_saved_names_the_full_disk(disk, capsys):
+    (job,) = prepared(disk)
+    job.config.checkpoint.every = None
+    (disk / "others").write_bytes(bytes(900_000))
+    spec = json.loads((job.run_dir / "spec.json").read_text())
+    (job.run_dir / "spec.json").write_text(json.dumps({**spec, "config": to_dict(job.config)}))
+    assert launch.launch([job], disk, alone=True) == 1
+    assert "the disk is full (No space left on device): what was trained is not saved" in capsys.readouterr().err
+    assert "the disk is full" in read_json(job.run_dir / "result.json")["error"]
+
+
+def test_errors_of_the_system_are_found_behind_those_of_libraries(tmp_path):
+    def raised(cause):
+        try:
+            try:
+                raise cause
+            except Exception:
+                raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
+        except RuntimeError as error:
+            return error
+
+    assert os_error(raised(OSError(errno.EDQUOT, "Disk quota exceeded"))).errno == errno.EDQUOT
+    assert os_error(RuntimeError("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
+    assert os_error(raised(ValueError("another"))) is None
+    assert os_reason(OSError(errno.EDQUOT, "Disk quota exceeded")) == "the disk quota is used up (Disk quota exceeded)"
+    assert os_reason(OSError(errno.EROFS, "Read-only")) == "the file system is read-only (Read-only)"
+    assert write_error(tmp_path) is None
+    assert write_error(tmp_path / "none").errno == errno.ENOENT
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_disk_of_these_tests_is_full_when_it_is(disk):

@@ -127,7 +127,7 @@ def test_host_memory_of_a_simulation():
 
 def appended(**storage):
     kept = RowStorage(staging=Staging(CPU), **storage)
-    return Appended(3, {"key": (2,)}, grad_from=4, dtype=torch.float32, device=CPU, storage=kept)
+    return Appended(3, {"key": (2,)}, grad_from=4, like=torch.empty(0), storage=kept)
 
 
 def test_rows_of_some_positions_in_host_memory():
@@ -155,7 +155,9 @@ def test_rows_of_some_positions_in_host_memory():
 def test_a_gradient_is_as_wide_as_asked_for():
     assert appended()._gradient_dtype == torch.float32
     assert appended(gradient_dtype=torch.bfloat16)._gradient_dtype == torch.bfloat16
-    wide = Appended(1, {"key": (2,)}, grad_from=0, dtype=torch.float64, device=CPU, storage=RowStorage(torch.bfloat16))
+    wide = Appended(
+        1, {"key": (2,)}, grad_from=0, like=torch.empty(0, dtype=torch.float64), storage=RowStorage(torch.bfloat16)
+    )
     assert wide._gradient_dtype == torch.float64
 
 

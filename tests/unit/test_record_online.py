@@ -12,7 +12,7 @@ import pytest
 
 from analysis.wandb_files import read_runs
 from longstraw.tracking import wandb_mirror
-from longstraw.tracking.recorder import Recorder
+from longstraw.tracking.recorder import Recorder, WandbOptions
 
 wandb = pytest.importorskip("wandb")
 ENTITY = "nobody"
@@ -158,7 +158,7 @@ def eventually(condition):
 def test_with_a_key_runs_go_online_and_attempts_become_one_run(server, tmp_path, caplog):
     for attempt, steps in enumerate([range(6), range(3, 9)]):  # the second repeats what was not saved
         with Recorder(
-            tmp_path / "run", run_id="abc", attempt=attempt, config={"a": {"b": 1}}, group="sweep"
+            tmp_path / "run", run_id="abc", attempt=attempt, wandb=WandbOptions(config={"a": {"b": 1}}, group="sweep")
         ) as recorder:
             log_steps(recorder, steps)
     run = server.runs["abc"]

@@ -15,7 +15,7 @@ import pytest
 from analysis.wandb_files import read_run, read_runs
 from longstraw.config import TrackingConfig
 from longstraw.tracking import wandb_mirror
-from longstraw.tracking.recorder import Recorder
+from longstraw.tracking.recorder import Recorder, WandbOptions
 from longstraw.tracking.schema import flatten, numbers
 
 pytest.importorskip("wandb")
@@ -69,7 +69,7 @@ def test_offline_files_hold_what_the_record_holds(tmp_path, caplog):
     config = {"model": {"name": "m", "rope": None}, "context": 2**21, "data": {"depth": [0.0, 1.0]}}
     tracking = TrackingConfig(project="p", tags=["a", "b"])
     run_dir = tmp_path / "run"
-    with Recorder(run_dir, run_id="abc", config=config, tracking=tracking, group="sweep", name="7") as recorder:
+    with Recorder(run_dir, run_id="abc", wandb=WandbOptions(tracking, config, "sweep", "7")) as recorder:
         for step in range(20):
             row = {"step": step, "status": "ok", "loss": 0.1 * step, "peak_allocated_bytes": 2**40 + step}
             row |= {"kl": math.nan if step % 2 else 0.0, "entropy": math.inf, "dirty": True, "model": "m"}
@@ -252,7 +252,7 @@ def test_who_decides_the_mode(tmp_path, monkeypatch, caplog, tracking, environme
     )
     if environment is not None:
         monkeypatch.setenv("WANDB_MODE", environment)
-    with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig(mode=tracking)) as recorder:
+    with Recorder(tmp_path / "run", run_id="abc", wandb=WandbOptions(TrackingConfig(mode=tracking))) as recorder:
         recorder.log({"step": 0, "status": "ok"})
     assert modes == ["offline"] * starts
     assert any("WANDB_MODE=sometimes" in message for message in warnings(caplog)) == (environment == "sometimes")
@@ -260,14 +260,14 @@ def test_who_decides_the_mode(tmp_path, monkeypatch, caplog, tracking, environme
 
 def test_a_mode_that_wandb_does_not_know_is_offline(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig()) as recorder:
+    with Recorder(tmp_path / "run", run_id="abc", wandb=WandbOptions(TrackingConfig())) as recorder:
         recorder.log({"step": 0, "status": "ok"})
     assert len(finished_runs(tmp_path / "run")[0].history) == 1
     assert len(warnings(caplog)) == 1
 
 
 def test_online_without_a_key_goes_on_offline_and_asks_nobody(tmp_path, caplog):
-    with Recorder(tmp_path / "run", run_id="abc", tracking=TrackingConfig(mode="online")) as recorder:
+    with Recorder(tmp_path / "run", run_id="abc", wandb=WandbOptions(TrackingConfig(mode="online"))) as recorder:
         recorder.log({"step": 0, "status": "ok"})
     assert len(finished_runs(tmp_path / "run")[0].history) == 1
     (warning,) = warnings(caplog)

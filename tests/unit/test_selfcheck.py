@@ -8,8 +8,10 @@ from test_loop import job
 
 from longstraw import selfcheck
 from longstraw.config import load_model_config
+from longstraw.layers.op_cases import Draw
 from longstraw.ops import choose_ops
 from longstraw.selfcheck import SelfCheckError, check_job, check_ops, main, require
+from longstraw.tracking.recorder import RunIdentity
 from longstraw.training import loop as train
 
 CPU = torch.device("cpu")
@@ -17,8 +19,10 @@ SIZES = {"positions": 9, "rows": 40}
 QWEN, GLM, LLAMA = "qwen3_6_tiny", "glm_5_2_tiny", "llama_tiny"
 
 
-def findings(model, **changes):
-    return check_ops(load_model_config(model), backend="cpu", device=CPU, **SIZES, **changes)
+def findings(model, *, dtype=None, seed=0):
+    config = load_model_config(model)
+    draw = Draw(CPU, dtype or getattr(torch, config.dtype), seed)
+    return check_ops(config, draw, backend="cpu", **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_only_a_cuda_job_is_checked_and_may_leave_it_out():
 def test_a_job_that_fails_it_stops_before_training_and_its_record_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "check_job", lambda _: ("failed", SelfCheckError("attention: output is off by 0.3")))
     with pytest.raises(SelfCheckError):
-        train.run_job(job(), tmp_path, run_id="x")
+        train.run_job(job(), tmp_path, RunIdentity("x"))
     (row,) = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())
     assert (row["status"], row["selfcheck"]) == ("error", "failed")
     assert "output is off by 0.3" in row["error"]

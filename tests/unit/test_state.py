@@ -8,7 +8,7 @@ from longstraw.state import Appended, Carried
 
 def appended(capacity=6, grad_from=None, dtype=torch.float32, **options):
     shapes = {"key": (2, 3), "value": (2, 3)}
-    return Appended(capacity, shapes, grad_from=grad_from, dtype=dtype, device=torch.device("cpu"), **options)
+    return Appended(capacity, shapes, grad_from=grad_from, like=torch.empty(0, dtype=dtype), **options)
 
 
 def rows(count, value):

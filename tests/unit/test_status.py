@@ -11,7 +11,9 @@ from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.launch import slurm
 from longstraw.launch.display import JobLine
 from longstraw.launch.logs import failed_tail, tail
+from longstraw.launch.manifest import find_entry
 from longstraw.launch.result import record_failure
+from longstraw.runtime.process_info import process_identity
 from longstraw.tracking.run_folder import read_json, read_rows, read_steps, write_json
 
 
@@ -48,9 +50,9 @@ def jobs(folder, *, executor="slurm", count=1, host=None):
         run_dir.mkdir(parents=True)
         spec = {"run_id": "r", "sweep": "s", "num": num, "overrides": [], "command": "c", "config": to_dict(config)}
         write_json(run_dir / "spec.json", spec)
-        entries.append({"num": num, "run_dir": str(run_dir), "executor": executor, "job_id": f"7_{num}"})
+        entries.append({"num": num, "run_dir": str(num), "executor": executor, "job_id": f"7_{num}"})
         if host:
-            write_json(run_dir / "process.json", {"attempt": 0, "host": host, "pid": os.getpid()})
+            write_json(run_dir / "process.json", {"attempt": 0, **process_identity(), "host": host})
     write_json(folder / "sweep.json", {"jobs": entries})
     return [folder / str(num) for num in range(count)]
 
@@ -98,9 +100,9 @@ def test_a_sweep_on_slurm(tmp_path, commands, capsys, monkeypatch):
     assert "logs/7_3/7_3_0_log.out" in said
     (row,) = read_rows(folders[3])  # of the attempt that could not write it
     assert (row["attempt"], row["status"]) == (1, "error")
-    assert row["error"] == "the job ended without a word (SLURM: TIMEOUT)"
+    assert row["error"] == "the job ended without a record of why (SLURM: TIMEOUT)"
     assert read_json(folders[3] / "result.json")["attempt"] == 1
-    assert "job 3: error: the job ended without a word (SLURM: TIMEOUT)" in said
+    assert "job 3: error: the job ended without a record of why (SLURM: TIMEOUT)" in said
 
 
 def test_slurm_that_does_not_answer_ends_no_job(tmp_path, commands, capsys, monkeypatch):
@@ -209,7 +211,7 @@ def test_logs_by_job_and_rank(tmp_path, capsys):
     for rank in range(2):
         (logs / f"7_0_{rank}_log.out").write_text("".join(f"rank {rank} line {n}\n\n" for n in range(100)))
     record_failure(folder, "error", "lost", failed_rank=1)
-    end = failed_tail(folder, "7_0", lines=2).splitlines()
+    end = failed_tail(find_entry(folder), lines=2).splitlines()
     assert end[0].startswith(f"job 0, rank 1, the end of {logs}/7_0_1_log.out")
     assert end[1:] == ["  | rank 1 line 98", "  | rank 1 line 99"]
     assert status.main([str(tmp_path / "s"), "--job", "0", "--rank", "1", "--lines", "3"]) == 0

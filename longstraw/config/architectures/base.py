@@ -94,7 +94,7 @@ class ModelConfig:
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
     chunk: int = number(16384, 1, POSITIONS)  # defaults of the run's keys of the same names
     response_length: int = number(8192, 1, POSITIONS)
-    default_adapter: str = "none"  # what adapter=auto stands for
+    default_adapter: str = "none"  # what adapter=auto means
 
     def __post_init__(self) -> None:
         check_ranges(self, "model", SIZE)

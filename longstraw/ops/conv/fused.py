@@ -1,7 +1,7 @@
 """The causal convolution by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
 fla is imported when its kernels are launched: on fake tensors all of this runs without it, and what they allocate
-inside is stood for by scratch.
+inside is counted by scratch.
 
 T positions, C channels, W taps.
 """

@@ -1,7 +1,7 @@
 """The gated delta rule by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
 The backward evaluates the chunks' inner products anew: only the inputs are kept. fla is imported when its kernels are
-launched: on fake tensors all of this runs without it, and what they allocate inside is stood for by scratch.
+launched: on fake tensors all of this runs without it, and what they allocate inside is counted by scratch.
 
 T positions, A key heads, B value heads, K and V widths.
 """
@@ -43,7 +43,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
         inside = scratch(inputs[2], delta_backward_bytes(*_sizes(inputs[1], inputs[2])))
-        results = gated_delta_backward(*inputs, grad_out.contiguous(), grad_state.contiguous())
+        results = _gated_delta_backward(*inputs, grad_out.contiguous(), grad_state.contiguous())
         del inside
         return results
 
@@ -62,14 +62,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -
 
 
 @torch.library.custom_op("longstraw::gated_delta_backward", mutates_args=(), device_types=("cpu", "cuda"))
-def gated_delta_backward(
+def _gated_delta_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, grad_out: Tensor, grad_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the six inputs of the forward."""
     return kernels.backward(q, k, v, g, beta, state, grad_out, grad_state)
 
 
-@gated_delta_backward.register_fake
+@_gated_delta_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, grad_out: Tensor, grad_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -56,7 +56,7 @@ class _TokenLogits(torch.autograd.Function):
         for start in range(0, len(weight), GRADIENT_TILE):
             rows = weight[start : start + GRADIENT_TILE]
             grad = tile[:, : len(rows)]
-            logit_gradients(hidden, rows, targets, lse, mean, *grads, grad_mean, start, grad)
+            _logit_gradients(hidden, rows, targets, lse, mean, *grads, grad_mean, start, grad)
             if grad_hidden is not None:
                 grad_hidden += grad @ rows
             if grad_weight is not None:
@@ -78,7 +78,7 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, parts: Tensor, split: int
 
 
 @torch.library.custom_op("longstraw::logit_gradients", mutates_args=("out",), device_types=("cpu", "cuda"))
-def logit_gradients(
+def _logit_gradients(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -98,7 +98,7 @@ def logit_gradients(
         kernels.logit_gradients(hidden, weight, targets, lse, mean, grad_logit, grad_lse, grad_mean, start, out)
 
 
-@logit_gradients.register_fake
+@_logit_gradients.register_fake
 def _(*_: object) -> None:
     return None
 

@@ -53,7 +53,7 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``x``, of the entries' weights and, if asked for, of ``gate_up`` and ``down``.
 
-    What an expert makes inside is made again for its own tokens, so that it never stands for all tokens at once.
+    What an expert makes inside is made again for its own tokens, so that it is never there for all tokens at once.
     """
     token, weight, counts = routed
     grad, learnt = grads

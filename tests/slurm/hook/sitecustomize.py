@@ -79,9 +79,9 @@ def change(train):
     sums, update = checkpoint._sums, optimize.Optimizer._step
     now = []
 
-    def run(config, run_dir, *, attempt, ranks=None, **context):
-        now.append(Places(Path(run_dir), attempt, told(Path(run_dir), attempt, ranks)))
-        return run_job(config, run_dir, attempt=attempt, ranks=ranks, **context)
+    def run(config, run_dir, identity, ranks=None):
+        now.append(Places(Path(run_dir), identity.attempt, told(Path(run_dir), identity.attempt, ranks)))
+        return run_job(config, run_dir, identity, ranks)
 
     def started(progress, verb, total):
         now[-1].verb, now[-1].count, now[-1].step = verb, 0, progress.step

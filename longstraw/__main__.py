@@ -1,0 +1,17 @@
+"""The ``longstraw`` command: loads ``longstraw.run``, and lets Ctrl-C end it without a traceback meanwhile."""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from longstraw.run import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

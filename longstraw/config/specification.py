@@ -1,0 +1,44 @@
+"""What of a configuration decides a run's numbers, so that a checkpoint is continued only by the run that wrote it.
+
+Everything does but the keys in ``FREE``: where and on how many ranks a job runs, how it is followed and saved, and how
+many steps it takes in all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+FREE = (
+    "checkpoint",
+    "chunk",
+    "claim",
+    "hardware",
+    "launch",
+    "mode",
+    "save",
+    "simulation",
+    "state.device",
+    "steps",
+    "tracking",
+)
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the keys that decide a run's numbers and differ, as ``a.b``, each with both values."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return {
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if key in FREE:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, json.loads(json.dumps(value))  # tuples as the lists they are in a file
