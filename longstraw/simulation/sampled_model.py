@@ -8,7 +8,7 @@ before them have left, which grows: those at both ends are evaluated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,22 +31,24 @@ class SampledModel:
     def __init__(
         self,
         model: Decoder,
-        config: RunConfig,
         blocks: Sequence[tuple[Block, bool]],
+        chunks: Collection[int],
+        group_size: int,
         make_gradient: Callable[[nn.Parameter], object],
+        made: dict[Any, Made] | None = None,
     ):
-        """``blocks`` are all blocks in order, each with whether it is evaluated there; the first of each kind must be.
+        """Evaluate of prompts the ``chunks`` that start there, and of ``blocks``, which are all in order, those marked.
 
-        One that is not may be any of its kind. ``make_gradient`` allocates the gradient of a parameter of such a one.
+        The first block of each kind must be; one that is not may be any of its kind. ``make_gradient`` allocates the
+        gradient of a parameter of such a one. ``made`` is filled, and may be given again for later steps; while it is
+        empty the first chunk must be evaluated.
         """
-        starts = range(0, config.prompt_positions - 1, config.chunk)
-        self._model = model
-        self._chunks = {*starts[:1], *starts[-2:]}
-        self._branches = {0, 1, config.group_size - 1}
-        self._branch = itertools.cycle(range(config.group_size))  # a verb has all of them or none
-        learnt: dict[Any, _Learnt] = {}
+        self._model, self._chunks = model, chunks
+        self._branches = {0, 1, group_size - 1}
+        self._branch = itertools.cycle(range(group_size))  # a verb has all of them or none
+        made = {} if made is None else made
         self._blocks = [
-            SampledBlock(block, evaluated, learnt.setdefault(signature(block), _Learnt()), make_gradient)
+            SampledBlock(block, evaluated, made.setdefault(signature(block), Made()), make_gradient)
             for block, evaluated in blocks
         ]
         model._blocks = lambda: self._blocks  # type: ignore[method-assign, assignment, return-value]
@@ -75,8 +77,8 @@ class SampledModel:
 
 
 @dataclass
-class _Learnt:
-    """What a block makes, seen where one of its kind was evaluated."""
+class Made:
+    """The sizes of what a block makes, seen where one of its kind was evaluated."""
 
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # that a position adds, by name
     handed: tuple[tuple[int, ...], torch.dtype] | None = None  # a position of what it hands on; None: what it is handed
@@ -85,8 +87,8 @@ class _Learnt:
 class SampledBlock:
     """A block that is evaluated, or stood in for."""
 
-    def __init__(self, block: Block, evaluated: bool, learnt: _Learnt, make_gradient: Callable[[nn.Parameter], object]):
-        self._block, self._evaluated, self._learnt = block, evaluated, learnt
+    def __init__(self, block: Block, evaluated: bool, made: Made, make_gradient: Callable[[nn.Parameter], object]):
+        self._block, self._evaluated, self._made = block, evaluated, made
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         self._make_gradient = make_gradient
         self.carried = False  # whether its state is a summary
@@ -101,23 +103,23 @@ class SampledBlock:
             self._learn(result[1], result[2] if result[2] is not handed else None)
             return result
         update = {name: _KeepGradient.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
-        if self._learnt.handed is not None:
-            shape, dtype = self._learnt.handed
+        if self._made.handed is not None:
+            shape, dtype = self._made.handed
             handed = x.new_empty(past.chunk.count if past.chunk is not None else len(x), *shape, dtype=dtype)
-        summary = [past[name] for name in self._learnt.rows] if self.carried else []
+        summary = [past[name] for name in self._made.rows] if self.carried else []
         return _SameSize.apply(x, self._gradients, *summary), update, handed
 
     def update(self, past: Past, count: int) -> Tensors:
         """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
-        rows, device = self._learnt.rows.items(), next(self._block.parameters()).device
+        rows, device = self._made.rows.items(), next(self._block.parameters()).device
         if self.carried:
             return {name: _SameSize.apply(past[name], None) for name, _ in rows}
         return {name: torch.empty(count, *shape, dtype=dtype, device=device) for name, (shape, dtype) in rows}
 
     def _learn(self, update: Tensors, handed: Any) -> None:
-        self._learnt.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
+        self._made.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
         if isinstance(handed, Tensor):
-            self._learnt.handed = tuple(handed.shape[1:]), handed.dtype
+            self._made.handed = tuple(handed.shape[1:]), handed.dtype
 
     def _gradients(self) -> None:
         """Allocate the gradients of the parameters, in the first backward that comes here."""
@@ -162,6 +164,12 @@ class _KeepGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         return None, grad if ctx.summary else None
+
+
+def sampled_chunks(config: RunConfig) -> set[int]:
+    """Return where the chunks start that decide a step's peak: the first, and the last two."""
+    starts = range(0, config.prompt_positions - 1, config.chunk)
+    return {*starts[:1], *starts[-2:]}
 
 
 def sampled_blocks(model: Decoder, sample: bool) -> list[tuple[Block, bool]]:

@@ -19,7 +19,7 @@ from longstraw.grpo import Group
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
-from longstraw.simulation.sampled_model import SampledModel, sampled_blocks
+from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sampled_chunks
 from longstraw.training.trainer import Trainer
 
 TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
@@ -32,8 +32,8 @@ def sample_model(trainer: Trainer, *, blocks: bool) -> None:
     make_gradient = trainer.optimizer.make_gradient
     for name in ("model", "reference"):
         if (model := getattr(trainer, name)) is not None:
-            sampled = SampledModel(model, trainer.config, sampled_blocks(model, blocks), make_gradient)
-            setattr(trainer, name, sampled)
+            chosen = sampled_blocks(model, blocks), sampled_chunks(trainer.config)
+            setattr(trainer, name, SampledModel(model, *chosen, trainer.config.group_size, make_gradient))
 
 
 class SingleRankMesh(Mesh):

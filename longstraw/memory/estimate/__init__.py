@@ -92,6 +92,8 @@ def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
     config = replace(
         config, group_size=SHORTEST_GROUP, steps=1, refresh_every=1, measure_drift=False, mode="simulate", claim=None
     )
+    if config.optimizer.device is None:  # AdamW's state is the same all step long, so it can be left out afterwards
+        config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
     lengths, chunk = Lengths.of(config), config.chunk
     few = -(-ROW_TILE * resolve_dims(config.model, config.hardware).cp // chunk) + 2
     few = min(few, MOST_CHUNKS - 2)
@@ -127,7 +129,7 @@ def _prediction(
         if prefilled or verb not in ("prefill", "score"):
             verbs[verb] = {kind: _mean(weights, [count.verbs[verb][kind] for count in counts]) for kind in kinds}
     state = verbs["optimizer"]["optimizer"]
-    if not held:
+    if not held or config.optimizer.name == "none":
         verbs = {verb: {**kinds, "optimizer": 0} for verb, kinds in verbs.items()}
     verbs["optimizer"]["activations"] += (first.tensors + 4) * BLOCK  # the norm of each gradient, and of all
     if config.optimizer.name != "none":  # gradients in the parameters' dtype, as the state may have been made

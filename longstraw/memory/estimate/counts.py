@@ -26,6 +26,7 @@ Kinds = dict[str, int]
 SOURCES = ("config", "ops", "layers", "models", "parallel", "memory", "simulation", "training", "*.py")
 SECTIONS = ("model", "adapter", "algorithm", "optimizer", "state", "simulation")
 KEYS = ("context", "response_length", "chunk", "prompt_grad", "prompt_grad_window")
+OPTIMIZER = ("name", "device", "gradient_dtype")
 HARDWARE = ("backend", "world_size", "dp", "ep")
 WITHIN = ("context", "prompt_grad", "prompt_grad_window", "state")  # what steps of one cut model may differ in
 
@@ -78,6 +79,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
     """Return what a count depends on, of a configuration."""
     sections = {name: asdict(getattr(config, name)) for name in SECTIONS}
     sections["model"].pop("checkpoint", None)
+    sections["optimizer"] = {name: sections["optimizer"][name] for name in OPTIMIZER}
     hardware = {name: getattr(config.hardware, name) for name in HARDWARE}
     return sections | {"hardware": hardware} | {name: getattr(config, name) for name in KEYS}
 

@@ -25,7 +25,8 @@ from longstraw.models.decoder import Block, Decoder
 from longstraw.ops.host_offload import host_empty
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
-from longstraw.simulation.sampled_model import SampledModel, neighbours, signature
+from longstraw.parallel.parallel_dims import resolve_dims
+from longstraw.simulation.sampled_model import Made, SampledModel, neighbours, signature
 from longstraw.simulation.simulate import fake_model
 from longstraw.simulation.single_rank import RandomTask, fake_rank
 from longstraw.training.monitor import Monitor, Progress
@@ -89,9 +90,12 @@ class CutStep:
                 cut.make_parameters(self._meter)
             self._cuts[0].make_optimizer_state(self._trainer.optimizer, self._meter)
             self._stack = stack.pop_all()
+        gc.collect()
+        gc.freeze()  # what is collected between verbs is what they left
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        gc.unfreeze()
         self._stack.__exit__(*exception)
 
     def take(self, config: RunConfig) -> Counts:
@@ -107,7 +111,9 @@ class CutStep:
             self._meter.tag("gradients", gradients[-1])
 
         for name, model, cut in zip(("model", "reference"), self._models, self._cuts, strict=False):
-            setattr(trainer, name, SampledModel(model, trainer.config, cut.blocks, make_gradient))  # type: ignore[arg-type]
+            chunks = _chunks(config, first=not cut.made)
+            sampled = SampledModel(model, cut.blocks, chunks, config.group_size, make_gradient, cut.made)  # type: ignore[arg-type]
+            setattr(trainer, name, sampled)
         watch.verbs, watch.host = {}, 0
         gc.collect()
         try:
@@ -133,6 +139,7 @@ class _Cut:
 
     def __init__(self) -> None:
         self.blocks: list[tuple[Block, bool]] = []  # at full depth: one that is left out is one of its kind
+        self.made: dict[Any, Made] = {}  # by the blocks of each kind, known from the first step on
         self._held: list[Any] = []
 
     def __call__(self, model: Decoder) -> None:
@@ -183,6 +190,14 @@ class _Watch(Monitor):
         kinds = self.meter.peak_bytes_by_kind
         self.verbs[name] = max(kinds, self.verbs.get(name, {}), key=lambda at: sum(at.values()))
         self.host = max(self.host, self.meter.host_peak)
+
+
+def _chunks(config: RunConfig, first: bool) -> set[int]:
+    """Return where the chunks start that are evaluated: the last one and, if a rank has less of it, that before."""
+    retained, ranks = config.prompt_positions - 1, resolve_dims(config.model, config.hardware).cp
+    starts = range(0, retained, config.chunk)
+    shorter = -(-(retained % config.chunk or config.chunk) // ranks) < -(-config.chunk // ranks)
+    return {*starts[-1 - shorter :], *(starts[:1] if first else ())}
 
 
 def decisive(kinds: list[Any]) -> set[int]:
