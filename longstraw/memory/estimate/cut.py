@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from longstraw.config import RunConfig
+from longstraw.memory.estimate import SHORTEST_GROUP
 from longstraw.memory.estimate.counts import Counts, Kinds, keep, lookup, of_one_cut
 from longstraw.memory.meter import CUDA_BLOCK, MemoryMeter
 from longstraw.models.decoder import Block, Decoder
@@ -29,6 +30,7 @@ from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import Made, SampledModel, neighbours, signature
 from longstraw.simulation.simulate import fake_model
 from longstraw.simulation.single_rank import RandomTask, fake_rank
+from longstraw.step import prefill
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.trainer import Spread, build_trainer
@@ -89,6 +91,7 @@ class CutStep:
             for cut in self._cuts:
                 cut.make_parameters(self._meter)
             self._cuts[0].make_optimizer_state(self._trainer.optimizer, self._meter)
+            self._learn_sizes()
             self._stack = stack.pop_all()
         gc.collect()
         gc.freeze()  # what is collected between verbs is what they left
@@ -111,8 +114,8 @@ class CutStep:
             self._meter.tag("gradients", gradients[-1])
 
         for name, model, cut in zip(("model", "reference"), self._models, self._cuts, strict=False):
-            chunks = _chunks(config, first=not cut.made)
-            sampled = SampledModel(model, cut.blocks, chunks, config.group_size, make_gradient, cut.made)  # type: ignore[arg-type]
+            chosen = cut.blocks, _chunks(config), config.group_size
+            sampled = SampledModel(model, *chosen, make_gradient, cut.made)  # type: ignore[arg-type]
             setattr(trainer, name, sampled)
         watch.verbs, watch.host = {}, 0
         gc.collect()
@@ -124,6 +127,13 @@ class CutStep:
         left_out = 0 if config.optimizer.device is None else _narrow_bytes(self._cuts[0].left_out())
         verbs = {**watch.verbs, "optimizer": watch.before_update}
         return Counts(verbs, watch.host + left_out, len(trained), _narrow_bytes(trained))
+
+    def _learn_sizes(self) -> None:
+        """Evaluate one chunk before any step, so that all steps evaluate the same and a line joins like with like."""
+        prompt = self._trainer.task.group(0).prompt
+        for model, cut in zip(self._models, self._cuts, strict=False):
+            sampled = SampledModel(model, cut.blocks, {0}, SHORTEST_GROUP, lambda _: None, cut.made)  # type: ignore[arg-type]
+            prefill(sampled, prompt[: self._config.chunk + 1], chunk=self._config.chunk)  # type: ignore[arg-type]
 
     def _task(self, config: RunConfig) -> RandomTask:
         with unset_fake_temporarily():  # a group looks at its values
@@ -139,7 +149,7 @@ class _Cut:
 
     def __init__(self) -> None:
         self.blocks: list[tuple[Block, bool]] = []  # at full depth: one that is left out is one of its kind
-        self.made: dict[Any, Made] = {}  # by the blocks of each kind, known from the first step on
+        self.made: dict[Any, Made] = {}  # by the blocks of each kind
         self._held: list[Any] = []
 
     def __call__(self, model: Decoder) -> None:
@@ -192,12 +202,12 @@ class _Watch(Monitor):
         self.host = max(self.host, self.meter.host_peak)
 
 
-def _chunks(config: RunConfig, first: bool) -> set[int]:
+def _chunks(config: RunConfig) -> set[int]:
     """Return where the chunks start that are evaluated: the last one and, if a rank has less of it, that before."""
     retained, ranks = config.prompt_positions - 1, resolve_dims(config.model, config.hardware).cp
     starts = range(0, retained, config.chunk)
     shorter = -(-(retained % config.chunk or config.chunk) // ranks) < -(-config.chunk // ranks)
-    return {*starts[-1 - shorter :], *(starts[:1] if first else ())}
+    return set(starts[-1 - shorter :])
 
 
 def decisive(kinds: list[Any]) -> set[int]:
