@@ -145,15 +145,17 @@ def _loop(mode: str) -> Callable[..., Preempted | None]:
 def _predict(config: RunConfig) -> str | None:
     """Predict what the job's rows compare their counts with; return why it cannot fit this machine, if it cannot.
 
-    A prediction that fails is no reason not to run.
+    A prediction that fails is no reason not to run: what is predicted is null then. Nor is one made of a job on
+    processors that is far too small to matter, unless it is known already: a count takes seconds.
     """
-    from longstraw.memory.fit import predicted, too_large_here  # here: the command line asks for it where it has to
+    from longstraw.memory.fit import fits_easily, predicted, too_large_here  # here: what asks for less starts sooner
 
     try:
-        predicted(config)
-        if config.mode != "run":
+        limits, ranks = memory_limits(), process_info().local_world_size
+        if config.mode == "run" and fits_easily(config, limits, ranks):
             return None
-        return too_large_here(config, memory_limits(), process_info().local_world_size)
+        predicted(config)
+        return None if config.mode != "run" else too_large_here(config, limits, ranks)
     except Exception as error:
         log.warning("memory cannot be predicted: %s", describe(error))
         return None

@@ -53,6 +53,16 @@ def too_large(config: RunConfig) -> str | None:
     return f"{text}; hardware.host_memory_gb={host:g} is less; {_what_fits(config)}"
 
 
+def fits_easily(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> bool:
+    """Return whether a run on processors fits the machine that this is by far, so that nothing need be counted."""
+    if config.hardware.backend != "cpu":
+        return False
+    from longstraw.memory.estimate.bound import upper_bound  # here: it loads torch
+
+    here = [limit.left // (ranks if limit.shared else 1) for limit in limits]
+    return upper_bound(config) <= min(here, default=0)
+
+
 def too_large_here(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> str | None:
     """Return why a run cannot fit the machine that this is, of whose ``limits`` ``ranks`` processes share some.
 
