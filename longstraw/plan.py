@@ -7,8 +7,8 @@ Steps after the first are meant, in which AdamW has its state. Host memory count
 says how much a node has.
 
 ``mode=simulate`` counts one case at its own length. Here each way is counted at two short ones, with most blocks left
-out, and follows the straight line through both: within 1.6 % of it. That takes a minute, and no time when asked again:
-counts are kept in the user's folder for caches.
+out, and follows the straight line through both: within 1.6 % of it. That takes minutes, and a second when asked
+again: counts are kept in the user's folder for caches.
 """
 
 from __future__ import annotations
