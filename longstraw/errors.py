@@ -26,10 +26,16 @@ class RankLostError(RuntimeError):
         return type(self), (self.rank, self.host, self.reason, self.status)
 
 
+class TooLargeError(ValueError):
+    """A run that needs more memory than its machine has, found before it starts."""
+
+
 def status_of(error: BaseException) -> str:
-    """Return the record's status for an exception: ``oom`` or ``error``, for a lost rank the status it had."""
+    """Return the record's status for an exception: ``oom``, ``too_large``, ``error``, or that of a lost rank."""
     if isinstance(error, RankLostError):
         return error.status
+    if isinstance(error, TooLargeError):
+        return "too_large"
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     # on a CPU PyTorch raises a plain RuntimeError
     return "oom" if out_of_memory or "DefaultCPUAllocator: can't allocate memory" in str(error) else "error"

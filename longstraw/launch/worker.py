@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longstraw.config import HardwareConfig, RunConfig, from_dict
-from longstraw.errors import RankLostError, describe, status_of
+from longstraw.errors import RankLostError, TooLargeError, describe, status_of
 from longstraw.launch.result import record_failure, write_result
 from longstraw.launch.slurm import SlurmError, own_id, requeue
 from longstraw.runtime.failure_files import failure_fields, ranks_folder, write_failure
+from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.runtime.process_info import check_world_size, folder_identity, process_identity, process_info, threads
 from longstraw.tracking.recorder import RunIdentity
@@ -32,6 +33,8 @@ from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 
 if TYPE_CHECKING:
     from longstraw.runtime.rendezvous import Ranks
+
+log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 60  # for SLURM to end a job that was requeued
 
@@ -81,9 +84,12 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     try:
         config = from_dict(spec["config"])
         _prepare_process()
+        refusal = _predict(config) if rank() == 0 else None
         run_job = _loop(config.mode)
         identity = RunIdentity(spec["run_id"], attempt, spec["sweep"], spec["command"], spec["overrides"])
         with _connected(config.processes, folder, attempt) as ranks:
+            if refusal is not None:
+                raise TooLargeError(refusal)
             several = () if ranks is None else (ranks,)
             stopped = run_job(config, folder, identity, *several)
     except Superseded:
@@ -124,16 +130,35 @@ def _check_attempt(folder: Path, attempt: int) -> None:
 def _loop(mode: str) -> Callable[..., Preempted | None]:
     """Return the function that runs, simulates or emulates a job's steps; imports torch."""
     if mode == "simulate":
-        from longstraw.simulation.simulate import simulate_job
+        from longstraw.simulation.jobs import simulate_job
 
         return simulate_job
     if mode == "emulate":
-        from longstraw.simulation.emulate import emulate_job
+        from longstraw.simulation.jobs import emulate_job
 
         return emulate_job
     from longstraw.training.loop import run_job
 
     return run_job
+
+
+def _predict(config: RunConfig) -> str | None:
+    """Predict what the job's rows compare their counts with; return why it cannot fit this machine, if it cannot.
+
+    A prediction that fails is no reason not to run: what is predicted is null then. Nor is one made of a job on
+    processors that is far too small to matter, unless it is known already: a count takes seconds.
+    """
+    from longstraw.memory.fit import fits_easily, predicted, too_large_here  # here: what asks for less starts sooner
+
+    try:
+        limits, ranks = memory_limits(), process_info().local_world_size
+        if config.mode == "run" and fits_easily(config, limits, ranks):
+            return None
+        predicted(config)
+        return None if config.mode != "run" else too_large_here(config, limits, ranks)
+    except Exception as error:
+        log.warning("memory cannot be predicted: %s", describe(error))
+        return None
 
 
 def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:

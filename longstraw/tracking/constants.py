@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from longstraw.config import RunConfig
+from longstraw.memory.estimate import known
 from longstraw.tracking.schema import plain
 
 
 def constant_keys(config: RunConfig) -> dict[str, Any]:
     """Return the keys that the configuration alone decides, so that rows written before the first step have them.
 
-    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where there are no
-    formulas; a step's own row says what was predicted of that step.
+    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where it has not been
+    counted; a step's own row says what was predicted of that step.
     """
-    from longstraw.memory.estimate import (  # imported here: analysis imports this package and needs no prediction
-        is_predicted,
-        predict,
-    )
-
-    largest = None
-    if is_predicted(config):
-        largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
+    largest = known(config)
     return {
         "claim": config.claim,
         "mode": None if config.mode == "auto" else config.mode,

@@ -35,9 +35,7 @@ class Optimizer:
         self.parameters, self.config, self.parallel, self._note = list(parameters), config, parallel, note
         self._sums: dict[int, Tensor] = {}  # float32 sums by a parameter's id, this rank's part
         for parameter in self.parameters:
-            narrow = torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
-            summed = narrow and config.gradient_dtype == "float32"
-            parameter.register_post_accumulate_grad_hook(self._add if summed else self._made)
+            parameter.register_post_accumulate_grad_hook(self._add if self.is_summed(parameter) else self._made)
         self.updated = self.parameters if config.device is None else [_host_copy(p) for p in self.parameters]
         self.optimizer = _adamw(self.updated, config) if config.name == "adamw" else None
         if self.optimizer is not None and config.device is not None:
@@ -80,6 +78,11 @@ class Optimizer:
         if self.optimizer is not None and self.config.device is None:
             self.optimizer.state.clear()
 
+    def make_gradient(self, parameter: nn.Parameter) -> None:
+        """Allocate a gradient of ``parameter`` as a backward would, with no values."""
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        (self._add if self.is_summed(parameter) else self._made)(parameter)
+
     def gradients(self) -> Iterator[Tensor]:
         """Yield this rank's part of every gradient."""
         for parameter in self.parameters:
@@ -93,6 +96,12 @@ class Optimizer:
             return []
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [local_tensor(value) for value in values if isinstance(value, Tensor)]
+
+    def own(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return what is kept for one parameter: the optimizer's state and, where it is updated there, its copy."""
+        updated = self.updated[next(i for i, p in enumerate(self.parameters) if p is parameter)]
+        state = [] if self.optimizer is None else list(self.optimizer.state[updated].values())
+        return state if updated is parameter else [updated, *state]
 
     def _step(self) -> None:
         """Run the optimizer with gradients in the parameters' dtype, each freed after the step."""
@@ -115,6 +124,11 @@ class Optimizer:
             with torch.no_grad():
                 for parameter, updated in zip(self.parameters, self.updated, strict=True):
                     local_tensor(parameter).copy_(local_tensor(updated), non_blocking=True)
+
+    def is_summed(self, parameter: nn.Parameter) -> bool:
+        """Return whether the gradients of ``parameter`` add up in float32 beside it."""
+        narrow = torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
+        return narrow and self.config.gradient_dtype == "float32"
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if id(parameter) in self._sums:

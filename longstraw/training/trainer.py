@@ -17,7 +17,7 @@ from torch import Tensor
 from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
 from longstraw.grpo import Group, advantages, branch_losses
-from longstraw.memory.estimate import is_predicted, predict
+from longstraw.memory.estimate import known
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_save import save_model
@@ -197,15 +197,13 @@ class Trainer:
         by_kind = self.watch.meter.bytes_by_kind()
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
         fresh = shared.age == 0
-        prediction = None
-        if is_predicted(self.config):
-            prediction = predict(
-                self.config,
-                prompt_positions=prompt_positions,
-                response_positions=longest,
-                optimizer_held=optimizer_held,
-                prefilled=fresh,
-            )
+        prediction = known(
+            self.config,
+            prompt_positions=prompt_positions,
+            response_positions=longest,
+            optimizer_held=optimizer_held,
+            prefilled=fresh,
+        )
         flops = step_flops(
             self.model,
             self.config,

@@ -18,6 +18,7 @@ from longstraw.launch import jobs as launch
 from longstraw.launch import placement
 from longstraw.launch.prepare import prepare
 from longstraw.launch.result import record_failure
+from longstraw.launch.slurm import is_configured
 from longstraw.launch.spec import Draft
 from longstraw.launch.worker import rank
 from longstraw.runtime.process_info import is_running
@@ -145,6 +146,7 @@ def slurm(tmp_path, monkeypatch):
     kept.mkdir()
     scripts = {
         "sbatch": f'[ "$1" = --test-only ] && exit; n=$(ls {kept} | wc -l); cp "$1" {kept}/$n; echo "job 10$n"',
+        "sinfo": "echo p",
         "scontrol": "echo 'MaxArraySize = 3'",
         "srun": "exit 1",
         "scancel": "exit 0",
@@ -155,7 +157,9 @@ def slurm(tmp_path, monkeypatch):
         (tools / name).chmod(0o755 | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    return lambda: [path.read_text() for path in sorted(kept.iterdir())]
+    is_configured.cache_clear()
+    yield lambda: [path.read_text() for path in sorted(kept.iterdir())]
+    is_configured.cache_clear()
 
 
 def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
