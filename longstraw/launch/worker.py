@@ -148,12 +148,19 @@ def _predict(config: RunConfig) -> str | None:
     A prediction that fails is no reason not to run: what is predicted is null then. Nor is one made of a job on
     processors that is far too small to matter, unless it is known already: a count takes seconds.
     """
-    from longstraw.memory.fit import fits_easily, predicted, too_large_here  # here: what asks for less starts sooner
+    from longstraw.memory.fit import (  # here: what asks for less starts sooner
+        exceeds_by_far,
+        fits_easily,
+        predicted,
+        too_large_here,
+    )
 
     try:
         limits, ranks = memory_limits(), process_info().local_world_size
         if config.mode == "run" and fits_easily(config, limits, ranks):
             return None
+        if config.mode == "run" and (reason := exceeds_by_far(config, limits, ranks)):
+            return reason
         predicted(config)
         return None if config.mode != "run" else too_large_here(config, limits, ranks)
     except Exception as error:

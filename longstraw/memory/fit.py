@@ -59,8 +59,40 @@ def fits_easily(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) ->
         return False
     from longstraw.memory.estimate.bound import upper_bound  # here: it loads torch
 
-    here = [limit.left // (ranks if limit.shared else 1) for limit in limits]
-    return upper_bound(config) <= min(here, default=0)
+    return upper_bound(config) <= min((_share(limit, ranks) for limit in limits), default=0)
+
+
+def exceeds_by_far(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> str | None:
+    """Return why a run on processors cannot fit the machine that this is, where its parameters and rows alone do not.
+
+    Nothing is counted: of a context that fits by this measure, a count has yet to say whether it does.
+    """
+    if config.hardware.backend != "cpu":
+        return None
+    from longstraw.memory.estimate.bound import lower_bound  # here: it loads torch
+
+    def too_small(context: int) -> MemoryLimit | None:
+        least = lower_bound(replace(config, context=context))
+        return next((limit for limit in limits if least > _share(limit, ranks) * MARGIN), None)
+
+    limit = too_small(config.context)
+    if limit is None:
+        return None
+    least, high = config.response_length // STEP + 1, config.context // STEP
+    low = least - 1
+    while low < high:  # the largest context that is not ruled out is a multiple of 64 between the two
+        middle = (low + high + 1) // 2
+        low, high = (low, middle - 1) if too_small(middle * STEP) else (middle, high)
+    return (
+        f"a rank holds more than {format_bytes(lower_bound(config))} (its parameters and the prompt's rows alone); "
+        f"{limit.name}, {format_bytes(limit.of)}, leaves {format_bytes(_share(limit, ranks))}; "
+        + (f"no context above {low * STEP} can fit" if low >= least else "no context can fit")
+    )
+
+
+def _share(limit: MemoryLimit, ranks: int) -> int:
+    """Return the bytes that one of ``ranks`` processes has of what a limit leaves."""
+    return max(limit.left, 0) // (ranks if limit.shared else 1)
 
 
 def too_large_here(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> str | None:
@@ -71,7 +103,7 @@ def too_large_here(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int)
     said, on_processor = predicted(config), config.hardware.backend == "cpu"
     needed = said.host + (said.peak if on_processor else 0)
     for limit in limits:
-        here = max(limit.left, 0) // (ranks if limit.shared else 1)
+        here = _share(limit, ranks)
         if needed > here * MARGIN:
             parts = _parts(said.by_kind | {"host": said.host} if on_processor else {"host": said.host})
             text = (

@@ -1,11 +1,13 @@
 """What fits: the limit, the largest context under it, the smallest hardware for one, and what a refused run is told."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from longstraw.config import ConfigError, from_dict, option
 from longstraw.memory import fit
+from longstraw.memory.estimate.bound import lower_bound
 from longstraw.runtime.machine_memory import MemoryLimit
 
 GPUS = {"name": "gpus", "backend": "cuda", "gpus_per_node": 2, "gpu": "h20", "memory_gb": 0.102, "reserve_gb": 0.002}
@@ -110,6 +112,21 @@ def test_a_machine_refuses_what_it_cannot_hold():
     least = replace(own, left=fit.predicted(on_host).host // 2)
     assert "host" in fit.too_large_here(on_host, [least], ranks=1)
     assert fit.too_large_here(on_host, [replace(least, left=need * 100)], ranks=1) is None
+
+
+def test_what_parameters_and_rows_alone_exceed_is_refused_without_a_count():
+    config = configured(hardware=option("hardware", "cpu"), context=2**16)
+    least = lower_bound(config)
+    assert least < fit.predicted(config).peak  # a bound below what a step holds
+    limit = MemoryLimit(least // 2, least, "the machine's memory", shared=True)
+    assert fit.exceeds_by_far(config, [replace(limit, left=least)], ranks=1) is None
+    said = fit.exceeds_by_far(config, [limit], ranks=1)
+    assert said is not None
+    context = int(re.search(r"no context above (\d+) can fit", said)[1])
+    assert lower_bound(replace(config, context=context)) <= limit.left * fit.MARGIN
+    assert lower_bound(replace(config, context=context + 64)) > limit.left * fit.MARGIN
+    assert fit.exceeds_by_far(config, [replace(limit, left=1)], ranks=1).endswith("no context can fit")
+    assert fit.exceeds_by_far(config, [replace(limit, left=least)], ranks=4) is not None  # four ranks share it
 
 
 @pytest.mark.parametrize("changes", [{"memory_gb": float("inf")}, {"memory_gb": -5}, {"reserve_gb": 200}])

@@ -1,4 +1,4 @@
-"""More bytes than a step can hold, from shapes alone: whether a count is worth its seconds."""
+"""Bytes that a step stays below, and bytes that it exceeds, from shapes alone: whether a count is worth its seconds."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def upper_bound(config: RunConfig) -> int:
         + NUMBER * at_once * a_position
         + NUMBER * COPIES * config.group_size * (config.prompt_positions + config.response_length)
     )
+
+
+def lower_bound(config: RunConfig) -> int:
+    """Return bytes that one rank's step exceeds: its share of parameters, retained rows and the rows' gradient."""
+    model = add_adapter(build_model(config.model, device="meta", backend="cpu"), config.adapter)
+    parameters = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    states = model.new_states(config.prompt_positions - 1, None, config.chunk, config.state)
+    rows = sum(sum(state.num_bytes().values()) for state in states)
+    gradient = rows if config.prompt_grad == "exact" and config.prompt_grad_window is None else 0
+    return (parameters + rows + gradient) // config.hardware.world_size
