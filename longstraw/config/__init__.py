@@ -14,6 +14,7 @@ from longstraw.config.model import (
     read_model_config,
 )
 from longstraw.config.run import (
+    ALGORITHM_CHOICES,
     COUNTS,
     DATA,
     GROUPS,
@@ -37,6 +38,7 @@ from longstraw.config.run import (
 )
 
 __all__ = [
+    "ALGORITHM_CHOICES",
     "ARCHITECTURES",
     "COUNTS",
     "DATA",

@@ -1,4 +1,4 @@
-"""What every task offers to the loop: prompts and rewards for any response, or whole groups where data hold responses."""
+"""What every task offers to the loop: prompts and rewards for responses, or whole groups where data hold responses."""
 
 from __future__ import annotations
 
