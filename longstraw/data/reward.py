@@ -34,7 +34,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         raise DataError(f"reward={name}: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise DataError(f"reward={name} is no function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def call_reward(
