@@ -54,6 +54,8 @@ def summarize(job: Job) -> dict[str, Any]:
     summary |= {key: str(summary[key]) for key in ("rope_scaling", "frozen") if summary[key] is not None}
     lengths = (peak["prompt_positions"], peak["response_positions"])
     summary["positions"] = None if None in lengths else sum(lengths)
+    if summary["mode"] == "simulate":
+        summary["device_name"] = None  # the machine that simulated is not what was simulated
     summary["prompt_grad"], summary["prompt_grad_window"] = carried_gradient(summary, peak)
     return summary | {
         "status": status_word(job.status, summary["mode"]),
@@ -141,8 +143,8 @@ def _sizes(frame: pd.DataFrame) -> dict[str, list[str]]:
 
 def common(frame: pd.DataFrame) -> str:
     """Return in one line what is known and the same of all jobs and therefore no column; empty if nothing is."""
-    same = [key for key in SETUP if frame[key].dropna().astype(str).nunique() == 1]
-    words = [f"{_WORDS.get(key, key.replace('_', ' '))} {text(frame[key].dropna().iloc[0])}" for key in same]
+    same = [key for key in SETUP if len(set(map(text, frame[key]))) == 1 and text(frame[key].iloc[0])]
+    words = [f"{_WORDS.get(key, key.replace('_', ' '))} {text(frame[key].iloc[0])}" for key in same]
     return f"In all rows: {', '.join(words)}." if words else ""
 
 

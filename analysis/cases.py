@@ -10,15 +10,28 @@ import pandas as pd
 from longstraw.units import format_count
 
 SETUP = [  # of these a table shows those in which its jobs differ, and a figure draws a line for each
-    *("world_size", "dp", "ep", "nodes", "device_name", "adapter", "algorithm", "data", "chunk", "refresh_every"),
+    *(
+        "world_size",
+        "dp",
+        "ep",
+        "nodes",
+        "device_name",
+        "adapter",
+        "algorithm",
+        "optimizer",
+        "learning_rate",
+        "data",
+        "chunk",
+        "refresh_every",
+    ),
     *("dtype", "state_dtype", "state_gradient_dtype", "state_device", "rope_scaling", "frozen"),
     *("simulated_rank", "expert_imbalance"),
 ]
 
 
 def differing(frame: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return those of ``keys`` in which jobs differ; not to know a value is no difference."""
-    return [key for key in keys if frame[key].dropna().astype(str).nunique() > 1]
+    """Return those of ``keys`` in which jobs differ, or that some jobs' records have and others' have not."""
+    return [key for key in keys if len(set(map(text, frame[key]))) > 1]
 
 
 def gradient(row: dict[str, Any]) -> str:

@@ -73,9 +73,15 @@ def _points(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _series(row: dict[str, Any], apart: Sequence[str]) -> str:
     """Return a line's name: model, prompt gradient, and the values in which the jobs of the figure differ."""
-    units = {"world_size": "{} ranks", "nodes": "{} nodes", "chunk": "chunk {}", "refresh_every": "{} steps a prompt"}
-    units |= {"dp": "dp {}", "ep": "ep {}", "state_dtype": "rows {}", "state_gradient_dtype": "row gradients {}"}
-    words = [units.get(key, "{}").format(row[key]) for key in apart if not pd.isna(row[key])]
+    units = {"world_size": "{} ranks", "nodes": "{} node(s)", "chunk": "chunk {}", "refresh_every": "{} steps a prompt"}
+    units |= {
+        "dp": "dp {}",
+        "learning_rate": "lr {}",
+        "ep": "ep {}",
+        "state_dtype": "rows {}",
+        "state_gradient_dtype": "row gradients {}",
+    }
+    words = [units.get(key, "{}").format(row[key]) for key in apart if not pd.isna(row[key]) and key != "device_name"]
     return ", ".join([str(row["model"]), gradient(row), *words])
 
 

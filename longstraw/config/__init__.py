@@ -14,6 +14,7 @@ from longstraw.config.model import (
     read_model_config,
 )
 from longstraw.config.run import (
+    ALGORITHM_CHOICES,
     COUNTS,
     DATA,
     GROUPS,
@@ -24,6 +25,7 @@ from longstraw.config.run import (
     CheckpointConfig,
     DataConfig,
     JsonlConfig,
+    MadeConfig,
     NeedleConfig,
     OptimizerConfig,
     RunConfig,
@@ -37,6 +39,7 @@ from longstraw.config.run import (
 )
 
 __all__ = [
+    "ALGORITHM_CHOICES",
     "ARCHITECTURES",
     "COUNTS",
     "DATA",
@@ -53,6 +56,7 @@ __all__ = [
     "HardwareConfig",
     "JsonlConfig",
     "LaunchConfig",
+    "MadeConfig",
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",

@@ -81,7 +81,10 @@ class Screen:
             self._live.update(self._rows(), refresh=True)
             return
         for line in self.lines:
-            due = line.state == "running" and time.monotonic() - self._shown_at.get(line.run_dir, line.since) > LINE_SECONDS
+            due = (
+                line.state == "running"
+                and time.monotonic() - self._shown_at.get(line.run_dir, line.since) > LINE_SECONDS
+            )
             if line in changed or due:
                 self._shown_at[line.run_dir] = time.monotonic()
                 print("  ".join(filter(None, (line.label, line.state, line.progress()))), file=self.out, flush=True)

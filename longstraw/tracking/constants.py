@@ -28,6 +28,8 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "model": config.model.name,
         "adapter": config.adapter.name,
         "algorithm": config.algorithm.name,
+        "optimizer": config.optimizer.name,
+        "learning_rate": config.optimizer.lr,
         "data": config.data.name,
         "dtype": config.model.dtype,
         "state_dtype": config.state.dtype or config.model.dtype,

@@ -59,6 +59,8 @@ KEYS = _keys("""
     frozen                         list   what gets no gradient: base (beneath an adapter), indexer
     adapter                        str    name of the adapter's configuration, or none
     algorithm                      str    name of the policy loss
+    optimizer                      str    name of the optimizer's configuration, or none
+    learning_rate                  float  of the optimizer, before warm-up or decay
     data                           str    name of the task
     dtype                          str    of parameters and activations
     state_dtype                    str    of the retained rows

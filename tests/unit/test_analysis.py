@@ -263,6 +263,20 @@ def test_whatever_differs_is_a_column_and_the_rest_one_line(tmp_path, capsys):
     )
 
 
+def test_a_value_that_only_some_records_have_is_a_column(tmp_path):
+    write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 5}], world_size=8)
+    write(tmp_path / "b", [{"step": 0, "peak_allocated_bytes": 5}], world_size=None)
+    frame = table_of(tmp_path)
+    assert sorted(capacity.shown(frame)["ranks"]) == ["", "8"]
+    assert "ranks" not in capacity.common(frame)
+
+
+def test_jobs_that_differ_in_their_optimizer_are_told_apart(tmp_path):
+    for rate in (1e-4, 1e-5):
+        write(tmp_path / str(rate), [{"step": 0, "peak_allocated_bytes": 5}], optimizer="adamw", learning_rate=rate)
+    assert sorted(capacity.shown(table_of(tmp_path))["learning rate"]) == ["0.0001", "1e-05"]
+
+
 def test_small_peaks_have_a_unit_that_shows_them(tmp_path):
     write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": 4_990_000, "retained_bytes": 12_300}])
     table = capacity.shown(table_of(tmp_path))
