@@ -313,13 +313,15 @@ def prepare_group(
     options: StepOptions,
     *,
     reference_logprobs: list[Tensor] | None = None,
+    retained: Retained | None = None,
     observer: Observer = _UNOBSERVED,
 ) -> PreparedGroup:
     """Evaluate the group's prompt and, where the algorithm asks for it, score its responses before any update.
 
-    ``group`` is on the model's device; ``reference_logprobs`` were scored on a prompt of their own.
+    ``group`` is on the model's device; ``reference_logprobs`` were scored on a prompt of their own. ``retained`` is the
+    prompt's state where it is there already.
     """
-    retained = prefill(
+    retained = retained or prefill(
         model,
         group.prompt,
         chunk=options.chunk,
@@ -358,17 +360,35 @@ def finish_step(
     )
 
 
+def skip_step(prepared: PreparedGroup) -> StepResult:
+    """Return what a step over a group of equal rewards computes, without a pass: its advantages and gradient are 0."""
+    zero = torch.zeros(())
+    return StepResult(
+        loss=zero,
+        logprobs=[torch.zeros(len(response)) for response in prepared.group.responses],
+        entropy=math.nan,
+        statistics=Statistics(zero, zero, None),
+        retained_bytes=prepared.retained.num_bytes(),
+        recompute_difference=None,
+        prefilled_positions=prepared.prefilled,
+        replayed_positions=0,
+        scored_positions=prepared.scored,
+        recomputed_positions=0,
+    )
+
+
 def score_fresh(
     model: Decoder,
     group: Group,
     *,
     chunk: int,
     state: StateConfig | None = None,
+    temperature: float = 1.0,
     observer: Observer = _UNOBSERVED,
 ) -> list[Tensor]:
     """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
     retained = prefill(model, group.prompt, chunk=chunk, state=state, observer=observer)
-    return score(model, retained, group.responses, observer=observer)
+    return score(model, retained, group.responses, temperature=temperature, observer=observer)
 
 
 def check_autograd(model: Decoder) -> None:

@@ -242,6 +242,14 @@ class RunConfig:
     prompt_grad: str = "detached"
     prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient walks back through; None: all
     refresh_every: int = number(1, 1, STEPS)  # optimizer steps that share one retained prompt
+    rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt
+    temperature: float = number(1.0, 0, 100, above=True)  # at which they are drawn, and log-probabilities taken
+    top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
+    top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
+    min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
+    stop: list[int] = field(default_factory=list)  # token ids that end a response, as its last token
+    resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
+    mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = number(1, 1, STEPS)
     seed: int = number(0, 0, 2**63 - 1)
@@ -283,11 +291,31 @@ class RunConfig:
                 f"response_length={self.response_length} leaves no prompt in context={self.context}; context counts "
                 "the prompt and one response"
             )
+        self._check_rollout()
         if self.prompt_grad == "exact" and self.refresh_every > 1:
             raise ConfigError(
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
                 "first optimizer step, so it has no exact gradient; use refresh_every=1 or prompt_grad=detached"
             )
+
+    def _check_rollout(self) -> None:
+        choose("rollout", self.rollout, ("given", "sample"))
+        drawn_from_some = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        if self.rollout == "given":
+            if drawn_from_some or self.stop or self.resample or self.mask_truncated:
+                raise ConfigError("top_p, top_k, min_p, stop, resample and mask_truncated need rollout=sample")
+            return
+        if self.mode in ("simulate", "emulate"):
+            raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
+        if self.hardware.world_size > 1:
+            raise ConfigError(f"rollout=sample runs in one process so far, and hardware has {self.hardware.world_size}")
+        if drawn_from_some and self.algorithm.old_logprobs != "none":
+            raise ConfigError(
+                "top_p, top_k and min_p draw from a part of the distribution, so ratios to its log-probabilities are "
+                "wrong; use algorithm.old_logprobs=none, or leave them out"
+            )
+        if self.mask_truncated and not self.stop:
+            raise ConfigError("mask_truncated=true needs stop=[...]: without a stop token every response is truncated")
 
     @property
     def processes(self) -> HardwareConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ class Task(Protocol):
     def group(self, step: int) -> Group: ...
 
 
+@runtime_checkable
 class PromptTask(Task, Protocol):
     """Prompts by number and rewards for responses that somebody else samples.
 

@@ -20,7 +20,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
     )
 
     largest = None
-    if is_predicted(config):
+    if is_predicted(config) and config.rollout == "given":
         largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
     return {
         "claim": config.claim,
@@ -48,6 +48,8 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad": config.prompt_grad,
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
+        "rollout": config.rollout,
+        "temperature": config.temperature,
         "steps": config.steps,
         "predicted_peak_bytes": largest and largest.peak,
         "predicted_bytes_by_kind": largest and largest.by_kind,
