@@ -1,13 +1,13 @@
-"""What fits where: one row a job, from any number of record files.
+"""Print the capacity table: one row a job with its peak memory, from any number of record files.
 
     python -m analysis.capacity PATH... [--csv FILE|-] [--latex] [--figure out.png] [--paper] [--claim NAME]
 
-A row says what was done, not what was asked for: the positions that were evaluated, and the gradient that was carried.
-Whatever differs between the jobs is a column; what is the same in all of them is said once, above the table.
+A row shows what was done, not what was asked for: the positions that were evaluated, and how far the gradient went.
+Keys in which the jobs differ are columns; those with one value are printed once, above the table.
 
-A job's peak is the largest over its steps, and what is said of that peak (predicted, retained, state gradient) is of
-the same step; "step time" is the median over finished steps. One GB is 10^9 bytes. Of each step the highest attempt
-counts. Jobs that failed, ran out of memory or were refused have their row too.
+A job's peak is the largest over its steps; predicted, retained and state gradient bytes are of the same step; "step
+time" is the median over finished steps. One GB is 10^9 bytes. Of each step the highest attempt counts. Jobs that
+failed, ran out of memory or were refused have a row too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def with_paper(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the table as people read it, all strings: what tells the jobs apart, what they held and how they ended."""
+    """Return the table as people read it, all strings: in what the jobs differ, what they held and how they ended."""
     rows = frame.to_dict("records")
     asked = [row["context"] for row in rows if not pd.isna(row["positions"]) and row["positions"] != row["context"]]
     table = pd.DataFrame({key: frame[key].map(text) for key in ["claim"] if frame[key].notna().any()}, dtype=object)

@@ -1,4 +1,4 @@
-"""The keys in which jobs differ, and how they are shown."""
+"""Find the keys in which jobs differ, and format their values for tables and figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tables' commands share: the arguments, and the way out of a mistake."""
+"""Arguments and error handling that the table commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures from the capacity table, drawn without a display."""
+"""Draw figures of peak memory from the capacity table. Needs no display."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from analysis.cases import SETUP, differing, gradient
 from longstraw.units import GB, MIB
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")  # told apart by all
+# Okabe and Ito's palette, distinct for colour-blind readers
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#000000")
 _KINDS: dict[str, dict[str, Any]] = {  # how a peak is known
     "measured": {"linestyle": "-", "marker": "o", "linewidth": 1.8, "markersize": 6},
     "simulated": {"linestyle": "--", "marker": "s", "linewidth": 1.4, "markersize": 6, "markerfacecolor": "white"},

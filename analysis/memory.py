@@ -1,6 +1,6 @@
-"""The peak of a rank: beside the paper's, by kind, and by what is trained.
+"""Tables of a rank's peak memory for the notebooks: beside the paper's, by kind, and by what is trained.
 
-What the notebooks tabulate. Bytes are exact here and shown in GB of 10^9 bytes. A simulated peak is a count of what the
+ Bytes are exact here and shown in GB of 10^9 bytes. A simulated peak is a count of what the
 real step allocates for one rank on fake tensors, a measured one was allocated on a device; a table never mixes the two.
 """
 
@@ -136,7 +136,7 @@ def group_growth(frame: pd.DataFrame) -> Shown:
 
 
 def by_kind(frame: pd.DataFrame, columns: Sequence[str]) -> Shown:
-    """Return what each job's peak consisted of, in GB; ``columns`` are the keys that tell the jobs apart."""
+    """Return what each job's peak consisted of, in GB; ``columns`` are the keys in which the jobs differ."""
     frame, table = _begun(frame, columns)
     table["peak in"] = frame["peak_verb"].map(_text)
     table["peak GB"] = frame["peak_allocated_bytes"].map(gigabytes)

@@ -1,4 +1,4 @@
-"""Figures of a rank's peak: against one number of the case, and stacked by kind. Drawn without a display."""
+"""Draw a rank's peak memory for the notebooks: against context, group size or ranks, and stacked by kind."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def peak_against(frame: pd.DataFrame, x: str, *, paper: bool = False, room: floa
     """
     figure = Figure(figsize=(7, 4.4), layout="constrained")
     axis = figure.subplots()
-    told = [f"peak in GB against {x}"]
+    lines = [f"peak in GB against {x}"]
     for (name, line), color in zip(_series(frame, x), cycle(COLORS), strict=False):
         axis.plot(line[x], line["peak_allocated_bytes"] / GB, "s--", color=color, markerfacecolor="white", label=name)
-        told.append(_told(name, line[x], line["peak_allocated_bytes"]))
-        told += [_paper(axis, line, x, color)] if paper else []
+        lines.append(_described(name, line[x], line["peak_allocated_bytes"]))
+        lines += [_paper(axis, line, x, color)] if paper else []
     if room is not None:
         axis.axhline(room / GB, color="0.4", linewidth=1, linestyle=":", label=f"room for a step, {room / GB:.1f} GB")
     values = sorted(set(frame[x]))
@@ -48,7 +48,7 @@ def peak_against(frame: pd.DataFrame, x: str, *, paper: bool = False, room: floa
     axis.set(xlabel=_AXES[x], ylabel="peak of a rank, GB")
     _dress(axis)
     axis.legend(frameon=False, fontsize=9)
-    return Shown("\n".join(filter(None, told)), _png(figure))
+    return Shown("\n".join(filter(None, lines)), _png(figure))
 
 
 def _series(frame: pd.DataFrame, x: str) -> list[tuple[str, pd.DataFrame]]:
@@ -71,15 +71,15 @@ def _paper(axis: Axes, line: pd.DataFrame, x: str, color: str) -> str:
     if known.empty or x not in known:
         return ""
     axis.plot(known[x], known["peak_gb"], "*", color=color, markersize=12, label="the paper: measured on 8 x H20")
-    return _told("the paper", known[x], known["peak_gb"] * GB)
+    return _described("the paper", known[x], known["peak_gb"] * GB)
 
 
-def _told(name: str, x: pd.Series, peak: pd.Series) -> str:
+def _described(name: str, x: pd.Series, peak: pd.Series) -> str:
     return f"{name}: " + ", ".join(f"{short_count(int(a))} {gigabytes(b)}" for a, b in zip(x, peak, strict=True))
 
 
 def stacked(frame: pd.DataFrame, columns: Sequence[str], *, room: float | None = None) -> Shown:
-    """Draw a bar for each job of what its peak consisted of; ``columns`` are the keys that tell the jobs apart."""
+    """Draw a bar for each job of what its peak consisted of; ``columns`` are the keys in which the jobs differ."""
     frame = frame.sort_values([*columns], ignore_index=True)
     names = [", ".join(_named(key, row[key]) for key in columns) for row in frame.to_dict("records")]
     kinds = kinds_of(frame)

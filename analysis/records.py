@@ -1,4 +1,4 @@
-"""Find record files, read them whatever state they are in, and merge the attempts of each job."""
+"""Find record files, read them even if they are damaged, and merge the attempts of each job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 class NoRecords(Exception):
-    """Nothing to analyse; the message says where was looked."""
+    """There are no records; the message says where they were looked for."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Job:
         return self.last["status"] or "error"
 
     def known(self, key: str) -> Any:
-        """Return what the latest row that knows ``key`` says of it."""
+        """Return the value of ``key`` in the latest row that has one."""
         rows = [self.last, *reversed(self.steps)]
         return next((row[key] for row in rows if row[key] is not None), None)
 
@@ -50,7 +50,7 @@ class Job:
 
 
 def note(message: str) -> None:
-    """Say something about the input on stderr, so that stdout holds the table alone."""
+    """Print a remark about the input on stderr, so that stdout has only the table."""
     print(f"note: {message}", file=sys.stderr)
 
 

@@ -1,11 +1,11 @@
-"""What a stale prompt costs: the paper's reuse table.
+"""Print the reuse table: how far a retained prompt that steps share drifts from a freshly evaluated one.
 
     python -m analysis.reuse PATH... [--csv FILE|-] [--latex] [--paper] [--claim NAME]
 
 One row for each number of optimizer steps since the prompt was evaluated, from records with refresh_every above 1 in
 which the drift was measured: the relative difference of the loss and the mean absolute difference of the
-log-probabilities from a freshly evaluated prompt, averaged over the steps of that age. On policy the loss
-has no drift to tell; algorithm.old_logprobs=score holds it against the policy that evaluated the prompt.
+log-probabilities from a freshly evaluated prompt, averaged over the steps of that age. On policy the
+loss has no drift; algorithm.old_logprobs=score compares with the policy that evaluated the prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables of strings as Markdown and LaTeX."""
+"""Write tables of strings as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a run left in its offline W&B files, without a server.
+"""Read offline W&B files without a server, for tests that compare them with the records.
 
 A ``run-ID.wandb`` file is a LevelDB log (blocks of 32 KiB, records of seven header bytes and a body that may span
 blocks) of ``wandb.proto`` messages. A killed run leaves a torn tail, which ends the reading and is reported.

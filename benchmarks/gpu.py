@@ -95,17 +95,17 @@ class Clock:
     def __init__(self, device: torch.device, rounds: int = 5):
         self.device, self.rounds = device, rounds
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def __call__(self, call: Callable[[], Any]) -> float:
         seconds = []
         for _ in range(self.rounds + 1):
-            self.settle()
+            self.synchronize()
             begun = time.perf_counter()
             call()
-            self.settle()
+            self.synchronize()
             seconds.append(time.perf_counter() - begun)
         return sorted(seconds[1:])[self.rounds // 2]
 
@@ -257,7 +257,7 @@ class PieceClock(Monitor):
         self._done, self._begun = self._done + positions, now
 
     def _now(self) -> float:
-        self.peaks.settle()
+        self.peaks.synchronize()
         return time.perf_counter()
 
 

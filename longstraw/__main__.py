@@ -1,4 +1,4 @@
-"""The ``longstraw`` command: loads ``longstraw.run``, and lets Ctrl-C end it without a traceback meanwhile."""
+"""The ``longstraw`` command: import and run ``longstraw.run``; Ctrl-C while importing ends without a traceback."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Gradient parity on this machine, before anything is trained on it: ``python -m longstraw.audit [key=value ...]``.
+"""Compare the step's gradients with whole-sequence autograd: ``python -m longstraw.audit [key=value ...]``.
 
-A group of made responses to a made prompt is differentiated twice: by the step, which evaluates the prompt in chunks
-and keeps its state, and as whole sequences in one autograd graph each. The two must agree in every ``prompt_grad``:
+A group of random responses to a random prompt is differentiated twice: by the step, which evaluates the prompt in
+chunks and keeps its state, and as whole sequences in one autograd graph each. Both must agree in every ``prompt_grad``:
 
     exact      with the whole sequence
     window     with the whole sequence of which all before the window is a constant
     detached   with the whole sequence of which the whole prompt but its last token is a constant
 
 and the last column of the table shows how much of the gradient ``detached`` leaves out. The exit status is 0 if all
-passed, 1 if not, 2 if the arguments mean nothing.
+passed, 1 if not, 2 for invalid arguments.
 
 P prompt positions, R response positions.
 """

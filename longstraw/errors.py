@@ -1,4 +1,4 @@
-"""How an exception reads in a record and on a terminal, and which error of the operating system was behind it."""
+"""Describe exceptions for records and terminals, and find the operating system's error that caused one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-UNWRITABLE = {  # what a user may know by another name than the system's
+UNWRITABLE = {  # clearer words than the system's
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
@@ -16,7 +16,7 @@ UNWRITABLE = {  # what a user may know by another name than the system's
 
 
 class RankLostError(RuntimeError):
-    """A rank is gone: it failed, it stopped answering or it never came. ``status`` is what its record would say."""
+    """A rank failed, stopped answering or never connected. ``status`` is the record's status for it."""
 
     def __init__(self, rank: int, host: str, reason: str, status: str = "error") -> None:
         super().__init__(f"rank {rank} on {host} {reason}")
@@ -26,17 +26,23 @@ class RankLostError(RuntimeError):
         return type(self), (self.rank, self.host, self.reason, self.status)
 
 
+class TooLargeError(ValueError):
+    """A run that needs more memory than its machine has, found before it starts."""
+
+
 def status_of(error: BaseException) -> str:
-    """Return the record's status for an exception: ``oom`` or ``error``, of a rank that is gone its own."""
+    """Return the record's status for an exception: ``oom``, ``too_large``, ``error``, or that of a lost rank."""
     if isinstance(error, RankLostError):
         return error.status
+    if isinstance(error, TooLargeError):
+        return "too_large"
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     # on a CPU PyTorch raises a plain RuntimeError
     return "oom" if out_of_memory or "DefaultCPUAllocator: can't allocate memory" in str(error) else "error"
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line; a message meant for the user stands alone, without the class's name."""
+    """Return an exception in one line; messages meant for the user without the name of the class."""
     plain = error.strerror if isinstance(error, OSError) and error.filename is None else None  # without [Errno 28]
     lines = str(plain or error).strip().splitlines()
     text = lines[0] if lines else ""
@@ -48,7 +54,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an exception speaks of what the user wrote: configuration, data, files."""
+    """Return whether an exception is about the user's input: configuration, data, files."""
     return isinstance(error, ValueError | OSError) or status_of(error) == "oom"
 
 
@@ -69,7 +75,7 @@ def os_error(error: BaseException | None) -> OSError | None:
 
 
 def write_error(folder: Path) -> OSError | None:
-    """Return why nothing can be written into a folder now; ``None`` if something can."""
+    """Return the error of writing into a folder now; ``None`` if it works."""
     probe = folder / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(bytes(1 << 16))

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 if __name__ == "__main__":  # Ctrl-C while the rest is loaded ends the command without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from longstraw.config import ConfigError, available, conf_dir
+from longstraw.config import ConfigError, available, conf_dir, use_conf_dirs
 from longstraw.config.overrides import FILES, FOLDERS, RUN_FOLDERS, Typed, check, is_list, plain_value, value_types
 from longstraw.errors import os_error, os_reason
 from longstraw.runtime.process_info import process_info
@@ -35,15 +36,15 @@ KEYS = """\
   response_length=8192      of it, at most for the response; default: the model's
   chunk=16Ki                prompt positions evaluated at a time; default: the model's
   prompt_grad=exact         detached (the paper's) or exact (through the prompt too)
-  prompt_grad_window=64Ki   stop that walk after the last so many prompt positions
+  prompt_grad_window=64Ki   with exact: only through the last so many prompt positions
   refresh_every=1           optimizer steps that share one retained prompt
   steps=1 seed=0            optimizer steps, seed
-  model.checkpoint=FOLDER   the weights, in transformers' format; default: random ones drawn from the seed
+  model.checkpoint=FOLDER   the weights, in transformers' format or FILE.gguf; default: random ones drawn from the seed
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   claim=NAME                a name under which the analysis groups records
-  mode=auto                 run, simulate (no hardware), emulate (one GPU plays one rank of many), or auto: run
+  mode=auto                 run, simulate (no hardware), emulate (one rank of many on one GPU), or auto: run
                             where the hardware is, else simulate
 """
 HELP = """\
@@ -137,6 +138,7 @@ def _start(quiet: bool) -> None:
     parser, arguments = _options()
     given = arguments.overrides
     sweep = arguments.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in given)
+    use_conf_dirs(_users_folders(arguments.config_dir, given))
     typed = parse(given, sweep=sweep)
     check(typed)
     if sweep and process_info().by == "torchrun":
@@ -154,6 +156,16 @@ def _start(quiet: bool) -> None:
     hydra.version.setbase("1.3")
     arguments.overrides = [argument.text for argument in typed]
     _run_hydra(arguments, parser, _job, str(conf_dir()), "config")
+
+
+def _users_folders(config_dir: str | None, given: Sequence[str]) -> list[Path]:
+    """Return the folders of the user's own option files, named by ``--config-dir`` and ``hydra.searchpath``."""
+    named = [] if config_dir is None else [config_dir]
+    for text in given:
+        key, _, value = text.partition("=")
+        if key == "hydra.searchpath":
+            named += [part.strip().strip("'\"") for part in value.strip("[]").split(",") if part.strip()]
+    return [Path(name.removeprefix("file://")).expanduser() for name in named if not name.startswith("pkg://")]
 
 
 def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -309,7 +321,8 @@ def _job(composed: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from hydra_plugins.longstraw_launcher.launcher import save_composed
-    from longstraw.launch.jobs import launch, prepare
+    from longstraw.launch.jobs import launch
+    from longstraw.launch.prepare import prepare
     from longstraw.launch.spec import draft
 
     hydra = HydraConfig.get()

@@ -1,10 +1,11 @@
-"""Every fused operation against its reference, on the very card: ``python -m longstraw.selfcheck [key=value ...]``.
+"""Compare every fused operation with its reference on this GPU: ``python -m longstraw.selfcheck [key=value ...]``.
 
-A compiler may make a wrong kernel of right source; only the card can tell. Inputs are drawn at a model's own widths, in
-its dtype; each operation of the backend runs forward and backward, the reference the same in at least float32 on the
-same device, and results and all gradients are compared by relative L2. A CUDA job does this before anything else.
+A compiler may turn a right kernel into wrong code, which shows only on the GPU itself. Inputs are drawn at a model's
+own widths, in its dtype; each operation of the backend runs forward and backward, the reference the same in at least
+float32 on the same device, and results and all gradients are compared by relative L2. A CUDA job does this before
+anything else.
 
-The exit status is 0 if all passed, 1 if not, 2 if the arguments mean nothing. T positions, P retained ones.
+The exit status is 0 if all passed, 1 if not, 2 for invalid arguments. T positions, P retained ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VOCABULARY = 32_768  # rows of the head that are checked at most: further ones a
 
 
 class SelfCheckError(RuntimeError):
-    """An operation is not what its reference is, on this device."""
+    """An operation differs from its reference on this device."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def require(findings: Sequence[Finding], device: torch.device) -> None:
     failed = [x for x in findings if not x.passed]
     if failed:
         what = "; ".join(f"{x.op}: {x.tensor} is off by {x.distance:.1e} (bar {x.bar:.0e})" for x in failed)
-        raise SelfCheckError(f"self-check failed on {_place(device)}: {what}. selfcheck=off trains all the same")
+        raise SelfCheckError(f"self-check failed on {_place(device)}: {what}. selfcheck=off trains without the check")
 
 
 def check_job(config: RunConfig) -> tuple[str | None, Exception | None]:

@@ -1,8 +1,8 @@
-"""What a layer retains of the prompt, so that later tokens can be evaluated without it.
+"""The retained state of a prompt, one object a layer: later tokens read it in place of the prompt.
 
-Two growth laws cover every layer kind: ``Appended`` keeps a row a position, ``Carried`` a summary that every chunk
-rewrites. A layer names its tensors; the law decides how they are stored, how far back they can be viewed, and where
-their gradient goes. The state of a prompt is immutable while branches run.
+Two classes cover every layer kind: ``Appended`` keeps a row a position, ``Carried`` a state of fixed size that every
+chunk rewrites. A layer names its tensors; the class decides how they are stored, at which positions they can be read,
+and where their gradient is accumulated. The state is immutable while branches run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RowStorage:
-    """How appended rows are kept: in which dtype, their gradient in which, and through what if in host memory.
+    """How appended rows are stored: their dtype, their gradient's, and the ``Staging`` if in host memory.
 
     None: rows in the model's dtype, their gradient in at least float32, both on the model's device.
     """
@@ -39,21 +39,21 @@ DEFAULT_STORAGE = RowStorage()
 
 
 class RetainedState(Protocol):
-    """The verbs of a growth law, and what it holds by kind of memory."""
+    """The interface of a layer's state."""
 
     positions: int  # how many the state covers
 
     def absorb(self, update: Tensors, count: int, first: int = 0) -> None:
-        """Keep what ``count`` new positions add; rows in ``update`` belong to the ``first`` of them and following."""
+        """Add the update of ``count`` new positions; its rows are those of position ``first`` of them and following."""
 
     def leaves(self, end: int, grad: bool) -> Past:
-        """Return the state as positions [0, end) left it; with ``grad``, gradients of its uses are accumulated."""
+        """Return the state after positions [0, end); with ``grad``, gradients of its uses are accumulated."""
 
     def branch(self, count: int, room: int) -> BranchPast:
         """Return the past of ``count`` branches of up to ``room`` positions each, which do not write to the state."""
 
     def cotangent(self, start: int, end: int) -> Tensors:
-        """Return, and forget, the gradient accumulated for the update of positions [start, end)."""
+        """Return and drop the gradient accumulated for the update of positions [start, end)."""
 
     def freeze(self) -> None:
         """Keep no gradient: no trained parameter reaches this state."""
@@ -62,7 +62,7 @@ class RetainedState(Protocol):
         """Return the bytes by tensor name, without gradients and snapshots."""
 
     def difference(self, update: Tensors, start: int, end: int) -> float:
-        """Return the largest absolute difference of ``update`` from what positions [start, end) left."""
+        """Return the largest absolute difference of ``update`` from the stored one of positions [start, end)."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor held with its kind: ``retained``, ``state_gradient`` or ``snapshots``."""
@@ -71,8 +71,8 @@ class RetainedState(Protocol):
 class Appended:
     """One row a position, in buffers allocated once at full length: keys and values, latents, index keys.
 
-    A process may hold the rows of some positions only: of each chunk the run that it was given. What is asked for by
-    position is looked up at the borders of chunks.
+    A rank may hold the rows of only some positions, a contiguous part of each chunk. Arguments that are positions must
+    be borders of chunks.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Appended:
         yield from (("state_gradient", buffer) for buffer in self._grads.values())
 
     def _buffers(self) -> Tensors:
-        """The gradient buffers, made when the first branch asks: the prompt's prefill runs without them."""
+        """The gradient buffers, allocated when the first branch needs them and not during prefill."""
         if not self._grads:
             for name in self._trained:
                 rows = self._rows[name]
@@ -179,9 +179,9 @@ class Appended:
 
 
 class Carried:
-    """A summary of fixed size that every chunk rewrites: recurrent matrix, convolution tail.
+    """A state of fixed size that every chunk rewrites: recurrent matrix, convolution tail.
 
-    Where a gradient is wanted, a snapshot stands at every chunk border it passes.
+    With a gradient, a snapshot is kept at every chunk border from ``grad_from`` on.
     """
 
     def __init__(self, initial: Tensors, *, grad_from: int | None):
@@ -200,7 +200,7 @@ class Carried:
 
     def leaves(self, end: int, grad: bool) -> Past:
         if end not in self._snapshots:
-            raise IndexError(f"no snapshot stands at position {end}, only at {sorted(self._snapshots)}")
+            raise IndexError(f"there is no snapshot at position {end}, only at {sorted(self._snapshots)}")
         tensors = {name: tensor.detach() for name, tensor in self._snapshots[end].items()}
         for name, leaf in tensors.items() if grad and not self._frozen else ():
             leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._add, name))
@@ -213,7 +213,7 @@ class Carried:
 
     def cotangent(self, start: int, end: int) -> Tensors:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}
-        accumulated, self._grads = self._grads, {}  # the border moves left; a new sum begins there
+        accumulated, self._grads = self._grads, {}  # the next border is further left and has its own sum
         return accumulated
 
     def freeze(self) -> None:
@@ -232,7 +232,7 @@ class Carried:
         yield from (("state_gradient", gradient) for gradient in self._grads.values())
 
     def _add(self, name: str, leaf: Tensor) -> None:
-        """Take a leaf's gradient as soon as it is complete, summed over branches in at least float32."""
+        """Add a leaf's gradient, as soon as it is complete, to the sum over branches in at least float32."""
         assert leaf.grad is not None
         if name in self._grads:
             self._grads[name] += leaf.grad

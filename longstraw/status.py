@@ -1,7 +1,7 @@
-"""``python -m longstraw.status PATH``: the states of jobs, on SLURM or on this machine.
+"""Show the states of jobs on SLURM or this machine, and resume failed ones: ``python -m longstraw.status PATH``.
 
-PATH is the folder a command printed, or one job's folder in it. A job that was killed gets its last record here if the
-command that started it is gone too. ``--again`` starts jobs again that did not end well.
+PATH is the folder a command printed, or one job's folder in it. This writes the last record of a job that was killed
+together with the command that started it. ``--again`` starts jobs again that failed or were cancelled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
 from longstraw.launch.spec import SPEC
 from longstraw.runtime.process_info import is_copy, is_running
-from longstraw.tracking.run_folder import aligned, has_result, read_json, read_steps
+from longstraw.tracking.job_table import aligned
+from longstraw.tracking.run_folder import has_result, read_json, read_steps
 from longstraw.units import format_bytes, format_seconds
 
 COLUMNS = ("job", "state", "preempted", "step", "positions", "peak bytes", "doing", "log")
 LEFT = ("job", "state", "doing", "log")
-FRESH_SECONDS = 3600  # a job on another machine that has noted no progress for so long may be dead
-KILLED = "the process was killed from outside, or by the kernel for want of memory"
+FRESH_SECONDS = 3600  # a job on another machine without progress for so long may be dead
+KILLED = "the process was killed from outside, or by the kernel because memory ran out"
 COPIED = "this folder is a copy, made before the job ended"
 
 
@@ -98,7 +99,7 @@ def find_jobs(path: Path) -> list[Status]:
 
 
 def look(jobs: Sequence[Status]) -> str:
-    """Bring the jobs up to date; return why SLURM does not answer, if it does not."""
+    """Update the states of the jobs; return SLURM's error if it does not answer."""
     queue = Queue()
     known = {job.run_dir: queue.look(str(job.entry.job_id)) for job in jobs if job.slurm}
     deadline = time.monotonic() + LAG_SECONDS
@@ -214,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ended = [job for job in jobs if job.state in ("failed", "preempted")]
     if not given.again:
         return int(bool(ended))
-    if (given.path / SPEC).exists() and jobs[0].may_have_ended:  # whoever names one such job knows more of it
+    if (given.path / SPEC).exists() and jobs[
+        0
+    ].may_have_ended:  # a user who names the folder of such a job decides for it
         ended = jobs
     return _start_again(ended) if ended else _nothing_to_start(jobs)
 

@@ -1,4 +1,4 @@
-"""Counts as people type them, bytes as people read them.
+"""Parse counts such as 2.1M or 256Ki, and format counts, bytes and seconds for people.
 
 ``2.1M`` and ``256K`` are powers of ten, ``2Mi`` and ``256Ki`` powers of two. One GB is 10^9 bytes, one GiB is 2^30.
 """

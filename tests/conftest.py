@@ -1,4 +1,4 @@
-"""Stands here so that tests can import ``helpers``; keeps torch from fighting over cores with other test processes."""
+"""Make ``helpers`` importable for tests, and limit torch's threads because several test processes share the cores."""
 
 import importlib.machinery
 import os

@@ -1,4 +1,4 @@
-"""What tests of GLM-5.2 share: models in which every part matters, plain twins of the ops, transformers as oracle."""
+"""Helpers for tests of GLM-5.2: models in which every part matters, plain ops, transformers as oracle."""
 
 import contextlib
 from unittest import mock
@@ -83,7 +83,7 @@ def plain_attend_rows(q, new, rows, past, *, scale, ops=None):
 
 
 def plain_experts(x, chosen, weights, gate_up, down, *, ops=None):
-    """Let every expert see every token and weigh most of it with 0."""
+    """Run every expert on every token, with weight 0 for tokens not routed to it."""
     gate, up = torch.einsum("td,eid->tei", x, gate_up).chunk(2, -1)
     results = torch.einsum("tei,edi->ted", F.silu(gate) * up, down)
     share = torch.zeros(len(x), len(down), dtype=weights.dtype).scatter(1, chosen, weights)

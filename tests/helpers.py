@@ -1,4 +1,4 @@
-"""What numerics tests share: small models and groups, an oracle by plain autograd, and one way to compare."""
+"""Helpers for numerics tests: small models and groups, an oracle by plain autograd, and one way to compare."""
 
 import contextlib
 import math
@@ -70,7 +70,7 @@ def oracle(model, group, algorithm=None, *, reference=None, border=0):
     """Add the gradient of the group's loss by plain autograd, a whole sequence a graph; return loss, log-probabilities.
 
     Ops are plain PyTorch that autograd differentiates by itself, nothing is checkpointed, prompts are not shared.
-    The state that positions before ``border`` left is a constant: 0 is the exact gradient, P - 1 the detached one.
+    The state of positions before ``border`` is a constant: 0 is the exact gradient, P - 1 the detached one.
     """
     algorithm = algorithm or AlgorithmConfig()
     length = max(group.response_positions)

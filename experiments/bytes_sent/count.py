@@ -7,10 +7,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+from traffic_formula import bytes_sent
 
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
 from longstraw.grpo import Group
-from longstraw.memory.estimate.traffic import bytes_sent
 from longstraw.models import build_model
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm

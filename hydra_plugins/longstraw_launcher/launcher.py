@@ -1,4 +1,4 @@
-"""Hydra's way to ``longstraw.launch.jobs``: composes the jobs of a sweep and hands them over."""
+"""The Hydra launcher of LongStraw: compose all jobs of a sweep and pass them to ``longstraw.launch.jobs``."""
 
 # No `from __future__ import annotations` beside a dataclass here: Hydra executes this module before it is imported.
 from collections.abc import Sequence
@@ -30,8 +30,9 @@ class LongStrawLauncher(Launcher):
         self.loader, self.config = hydra_context.config_loader, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Launch the jobs and wait; exit with what they came to if any failed."""
-        from longstraw.launch.jobs import launch, prepare
+        """Launch the jobs and wait; exit with their status if any failed."""
+        from longstraw.launch.jobs import launch
+        from longstraw.launch.prepare import prepare
         from longstraw.launch.spec import draft
         from longstraw.tracking.command_line import typed_command
 
@@ -60,7 +61,7 @@ def _task(composed: DictConfig) -> DictConfig:
 
 
 def save_composed(task: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
-    """Write a job's configuration where Hydra would, which does so before it is known that the folder is free."""
+    """Write a job's configuration where Hydra would; Hydra itself writes before the folder is known to be free."""
     notes = run_dir / ".hydra"
     notes.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(task, notes / "config.yaml")

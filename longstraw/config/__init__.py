@@ -1,4 +1,4 @@
-"""The configuration of a job as typed objects, which YAML files and the command line become."""
+"""The configuration of a job as typed objects, made from YAML files and the command line."""
 
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
@@ -12,6 +12,7 @@ from longstraw.config.model import (
     load_model_config,
     option,
     read_model_config,
+    use_conf_dirs,
 )
 from longstraw.config.run import (
     ALGORITHM_CHOICES,
@@ -78,4 +79,5 @@ __all__ = [
     "read_model_config",
     "schema_of",
     "to_dict",
+    "use_conf_dirs",
 ]

@@ -1,7 +1,7 @@
-"""What a value of the configuration may be: a name out of several, or a number within its field's range.
+"""Check values of the configuration: that a name is a valid choice and a number is within its field's range.
 
-A field says its range where it is declared: ``rank: int = number(16, 1, 4096)``. ``check_ranges`` holds an object to
-them; infinity and NaN are in none.
+A field declares its range with its default: ``rank: int = number(16, 1, 4096)``. ``check_ranges`` checks an object's
+fields; infinity and NaN are in no range.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be what the user meant; the message says what would be valid."""
+    """An invalid configuration; the message says what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Range:
         raise ConfigError(f"{key}={value} must be {bound}{self.hint}")
 
 
-SIZE = Range(1, 2**24)  # of one dimension: the largest vocabulary published is 2**18
+SIZE = Range(1, 2**24)  # for one dimension; the largest published vocabulary is 2**18
 POSITIONS = 2**40  # no context is longer
 
 
@@ -51,7 +51,7 @@ def number(default: Any, least: float, most: float, *, above: bool = False, hint
 
 
 def range_of(declared: Field[Any], unlisted: Range | None = None) -> Range | None:
-    """Return the range of a field: its own, ``unlisted`` for another whole number, or None for what is no number."""
+    """Return the range of a field: the declared one, ``unlisted`` for other whole numbers, None for other types."""
     whole = "int" in str(declared.type).replace("dict[str, int]", "")
     return declared.metadata.get("range", unlisted if whole else None)
 

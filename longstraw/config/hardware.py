@@ -1,4 +1,4 @@
-"""Where a job runs and how it is dispatched, as typed objects; offered by ``config.py`` with the rest."""
+"""Configuration of where and how a job runs: hardware, SLURM, simulation and launch. Part of ``config.run``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ class HardwareConfig:
     """Where a job runs and what it asks of SLURM. ``ranks`` is nodes x gpus_per_node unless set (on a CPU: 1)."""
 
     name: str = MISSING
-    backend: str = "cuda"  # cpu | cuda: which implementation of each op is taken, once, when the model is built
+    backend: str = "cuda"  # cpu | cuda: the implementation of the ops, chosen when the model is built
     nodes: int = number(1, 1, 2**20)
     gpus_per_node: int = number(0, 0, 1024)
     ranks: int | None = number(None, 1, 2**20)
-    dp: int = number(1, 1, 2**20)  # groups of ranks, each with prompts of its own; ranks of a group share positions
-    ep: int | None = number(None, 1, 2**20)  # ranks that the experts are shared out over; None: as many as divide both
+    dp: int = number(1, 1, 2**20)  # groups of ranks, each with its own prompts; the ranks of a group share positions
+    ep: int | None = number(None, 1, 2**20)  # ranks that the experts are divided among; None: as many as divide both
     gpu: str | None = None  # the name in --gres=gpu:NAME:COUNT
     memory_gb: float | None = number(None, 0, 1e6, above=True)  # of one device; None: not known, nothing is refused
-    reserve_gb: float = number(0.0, 0, 1e6)  # of it, kept for the CUDA context and communication buffers
+    reserve_gb: float = number(0.0, 0, 1e6)  # kept for the CUDA context and communication buffers
     cpus_per_task: int | None = number(None, 1, 2**16)
     host_memory_gb: float | None = number(None, 0, 1e7, above=True)
     time_min: int = number(24 * 60, 1, 2**24)  # the job's limit in minutes, on SLURM and for local subprocesses alike
-    warn_s: int = number(300, 1, 2**24)  # SLURM signals a job so long before its limit: for one chunk and a checkpoint
+    warn_s: int = number(
+        300, 1, 2**24
+    )  # SLURM signals a job so long before its limit: time for one chunk and a checkpoint
     timeout_s: int = number(600, 1, 2**24)  # after which ranks that wait for a dead one give up
     partition: str | None = None
     account: str | None = None
@@ -52,8 +54,8 @@ class HardwareConfig:
     def world_size(self) -> int:
         return self.ranks if self.ranks is not None else self.nodes * max(self.gpus_per_node, 1)
 
-    def played(self, device: bool) -> HardwareConfig:
-        """Return what one process asks for that plays a rank of this hardware, on one such ``device`` or on none."""
+    def for_one_rank(self, device: bool) -> HardwareConfig:
+        """Return the hardware for one process that simulates (no ``device``) or emulates (one) a rank of this one."""
         gpus = min(self.gpus_per_node, 1) if device else 0
         backend = self.backend if device else "cpu"
         return replace(self, backend=backend, nodes=1, gpus_per_node=gpus, ranks=1, dp=1, ep=None)
@@ -61,10 +63,10 @@ class HardwareConfig:
 
 @dataclass
 class SimulationConfig:
-    """What ``mode=simulate`` and ``mode=emulate`` play."""
+    """Which rank ``mode=simulate`` and ``mode=emulate`` run, and how."""
 
-    rank: int = number(0, 0, 2**20)  # the one rank that is played
-    imbalance: float = number(1.0, 0, 1e6)  # tokens that come to its experts, over an even share
+    rank: int = number(0, 0, 2**20)  # the rank that is simulated
+    imbalance: float = number(1.0, 0, 1e6)  # tokens for its experts, over an even share
     every: bool = False  # evaluate every chunk, branch and block, not only those that decide the peak
 
     def __post_init__(self) -> None:

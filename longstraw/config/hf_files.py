@@ -1,9 +1,13 @@
-"""The files of a checkpoint or adapter in transformers' format, looked at without reading a tensor; no torch."""
+"""Find and check the files of a checkpoint or adapter in transformers' format by their headers. No torch.
+
+``models.hf_weights`` reads the tensors.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +17,90 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 UNREADABLE: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+PLAIN = ("F64", "F32", "F16", "BF16")  # numbers as they stand
+FP8 = "F8_E4M3"  # numbers that a block's scale, stored beside them, multiplies
+SCALE = "_scale_inv"
+_PLACEHOLDER = re.compile(r"(image|video|audio|vision)_(\w+_)?token_(id|index)")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class CheckpointError(ValueError):
-    """A folder that does not hold the weights of this model, or cannot take them."""
+    """A folder does not hold the weights of this model, or weights cannot be written to it."""
 
 
-def check_weights(folder: str | Path) -> None:
-    """Raise ``CheckpointError`` where a checkpoint's index or the header of one of its files cannot be read."""
-    for file in sorted(set(stored_files(Path(folder)).values())):
-        read_header(file)
+def check_weights(folder: str | Path, *, layers: int = 0, embedding: tuple[int, int] | None = None) -> None:
+    """Raise ``CheckpointError`` where the weights of ``folder`` cannot be those of a model; no tensor is read.
+
+    Index and headers must be readable, dtypes and scales such as ``find_scales`` takes, the first so many ``layers``
+    and the ``embedding``, of so many rows and columns, be there.
+    """
+    headers = read_headers(Path(folder))
+    find_scales(Path(folder), headers)
+    found = {int(match[1]) for name in headers if name.startswith("model.") and (match := _LAYER.search(name))}
+    if absent := [f"layer {i}" for i in range(layers) if i not in found]:
+        raise CheckpointError(f"{folder}: no tensor of {first_names(absent)}; config.json says {layers} layers")
+    shapes = [tuple(tensor["shape"]) for name, tensor in headers.items() if name.endswith(".embed_tokens.weight")]
+    if embedding is not None and embedding not in shapes:
+        there = f"is {list(shapes[0])}" if shapes else "is not there"
+        raise CheckpointError(f"{folder}: the embedding {there}; config.json says {list(embedding)}")
+
+
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return ``dtype`` and ``shape`` of each tensor that a checkpoint holds, by the name it is stored under."""
+    files = stored_files(folder)
+    read = {file: read_header(file) for file in sorted(set(files.values()))}
+    if absent := sorted(name for name, file in files.items() if name not in read[file]):
+        raise CheckpointError(f"{folder}: {INDEX} names tensors that no file has: {first_names(absent)}")
+    return {name: read[file][name] for name, file in files.items()}
+
+
+def find_scales(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the name of the scales of each FP8 tensor, by its name.
+
+    Raises ``CheckpointError`` for FP8 without scales, scales beside plain numbers, blocks that do not come out even
+    (as transformers does), and any other way to quantise.
+    """
+    scales = {}
+    for name, tensor in headers.items():
+        weight = name.removesuffix(SCALE)
+        if name != weight:
+            if headers.get(weight, {}).get("dtype") != FP8:
+                kind = headers[weight]["dtype"] if weight in headers else "not there"
+                raise CheckpointError(f"{folder}: {name} are scales, and {weight} is {kind}, not {FP8}")
+        elif tensor["dtype"] == FP8:
+            if name + SCALE not in headers:
+                raise CheckpointError(f"{folder}: {name} is stored as {FP8}, and its scales {name + SCALE} are missing")
+            grid, shape = headers[name + SCALE]["shape"], tensor["shape"]
+            if len(grid) != len(shape) or any(not g or n % g for g, n in zip(grid, shape, strict=True)):
+                raise CheckpointError(f"{folder}: {name} is {shape}, which scales of {grid} do not divide evenly")
+            if (kind := headers[name + SCALE]["dtype"]) not in PLAIN:
+                raise CheckpointError(f"{folder}: {name + SCALE} are {kind}; scales must be {', '.join(PLAIN)}")
+            scales[name] = name + SCALE
+        elif tensor["dtype"] not in PLAIN and not name.startswith(("mtp.", "model.visual.")):
+            raise CheckpointError(
+                f"{folder}: {name} is stored as {tensor['dtype']}; quantised checkpoints are not supported, only "
+                f"{', '.join(PLAIN)}, and {FP8} with block scales"
+            )
+    return scales
+
+
+def read_config(folder: str | Path | None) -> dict[str, Any]:
+    """Return what a checkpoint's ``config.json`` says; empty where there is none."""
+    path = Path(folder or "") / "config.json"
+    if folder is None or not path.is_file():
+        return {}
+    with reading(path):
+        content: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+    return content
+
+
+def placeholder_ids(folder: str | Path | None) -> dict[int, str]:
+    """Return the token ids that images, video or audio would replace, with the keys of ``config.json`` that say so."""
+    named = {key: value for key, value in read_config(folder).items() if _PLACEHOLDER.fullmatch(key)}
+    return {value: key for key, value in named.items() if isinstance(value, int)}
 
 
 def check_adapter(folder: str | Path) -> None:
@@ -59,7 +136,7 @@ def stored_files(folder: Path) -> dict[str, Path]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of each tensor, by name; the file is as long as that says.
+    """Return the header of a safetensors file, by tensor name; raise if the file is not as long as it says.
 
     Eight bytes hold the length of a JSON object, whose ``data_offsets`` count from its end
     (https://github.com/huggingface/safetensors#format).
@@ -77,13 +154,13 @@ def read_header(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path, *others: type[Exception]) -> Iterator[None]:
-    """Turn what goes wrong while ``path`` is read, also with ``others``, into a ``CheckpointError`` that names it."""
+    """Turn errors while ``path`` is read, ``others`` included, into a ``CheckpointError`` that names the file."""
     try:
         yield
     except (*UNREADABLE, *others) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: cannot be read, it may have broken off: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read, it may be incomplete: {error}") from error
 
 
 def first_names(names: list[str]) -> str:

@@ -1,11 +1,12 @@
-"""The check of what was typed, against the schema and the folders of ``conf/``, before Hydra composes anything.
+"""Check command-line arguments against the schema and the folders of ``conf/`` before Hydra composes anything.
 
-Hydra accepts ``+typo=1`` and answers ``typo=1`` with a page; here every mistake of a command line is found at once and
-each gets one line with the nearest valid keys. The caller parses (``run.py`` holds the doorway to Hydra).
+Hydra accepts ``+typo=1`` and prints a page for ``typo=1``. This finds all mistakes of a command line at once and gives
+each one line with the nearest valid keys. ``run.py`` parses the arguments, because only it imports Hydra.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, choose, conf_dir, option, schema_of
+from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, conf_dir, option, schema_of
 from longstraw.units import parse_count
 
 FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint")
@@ -36,7 +37,7 @@ class Typed:
 
 
 def check(arguments: Sequence[Typed]) -> None:
-    """Raise ``ConfigError`` with one line for each argument that the schema does not know or cannot hold."""
+    """Raise ``ConfigError`` with one line for each argument with an unknown key or an invalid value."""
     choices = chosen(arguments)
     complaints = []
     for argument in arguments:
@@ -88,26 +89,26 @@ def _check_one(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return  # Hydra's own keys, which Hydra checks
     if argument.package is not None:
-        raise ConfigError(f"{argument.text}: groups stand where they are; write {key}=NAME")
+        raise ConfigError(f"{argument.text}: a group cannot be moved; write {key}=NAME")
     if key in FOLDERS:
         for value in argument.values:
             if not (key == "sweep" and value is None):
-                choose(key, value, available(key))
+                option(key, str(value))  # which names the valid ones, or what is wrong in the file
     elif key in GROUPS:
         raise ConfigError(f"{argument.text}: {key} is a set of keys; write {key}.KEY=VALUE")
     else:
         _check_key(argument, choices)
     if argument.prefix == "~":
-        raise ConfigError(f"{argument.text}: keys cannot be removed; leave {key} out and it has its default")
+        raise ConfigError(f"{argument.text}: keys cannot be removed; leave {key} out to get its default")
     if argument.prefix == "+" and not _free(key, choices):
         raise ConfigError(f"{argument.text}: the key exists; write {argument.text.removeprefix('+')}")
 
 
 def _check_key(argument: Typed, choices: Mapping[str, tuple[str, ...]]) -> None:
-    """Check a key that is no group against each option it may meet, and each of its values against its type."""
+    """Check that a key exists in each chosen option of its group and that each value fits its type."""
     group, _, inner = argument.key.partition(".")
-    if inner == "name" and group in FOLDERS:  # it would be in every record, and nothing else would follow
-        raise ConfigError(f"{argument.text}: a name is its file's; write {group}=NAME")
+    if inner == "name" and group in FOLDERS:  # it would only change the name in records
+        raise ConfigError(f"{argument.text}: the name is that of the file; write {group}=NAME")
     for option_name, schema in _schemas(group, choices):
         path = inner if option_name is not None else argument.key
         if not _has(schema, path):
@@ -168,12 +169,13 @@ def _free_path(path: str, schema: type[Any]) -> bool:
 
 @functools.cache
 def value_types() -> dict[str, Any]:
-    """Return the type of every key of every option; of one that may be None, what it is otherwise."""
+    """Return the type of every key of every option; of ``X | None`` it is X."""
     types = dict.fromkeys(RUN_FOLDERS, str)
-    every = {group: available(group) for group in FOLDERS}
     for group in ("", *GROUPS):
-        for _, schema in _schemas(group, every):
-            types |= _field_types(schema, f"{group}." if group else "")
+        for name in available(group) if group in FOLDERS else ("",):
+            with contextlib.suppress(ConfigError):  # a file of the user's that is wrong matters once it is chosen
+                for _, schema in _schemas(group, {group: (name,)}):
+                    types |= _field_types(schema, f"{group}." if group else "")
     return types
 
 
@@ -194,9 +196,9 @@ def is_list(key: str) -> bool:
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """Return ``value`` as the type of ``key`` has it: a count such as ``4Ki`` as a number, one name as a list of one.
+    """Convert ``value`` to the type of ``key``: a count such as ``4Ki`` to a number, one name to a list of one.
 
-    What cannot be meant so is returned as it is, for ``check`` to refuse.
+    A value that cannot be converted is returned unchanged, and ``check`` refuses it.
     """
     hint = value_types().get(key)
     if hint is int and isinstance(value, str | float):
@@ -217,7 +219,7 @@ def valid_keys(choices: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _near(key: str, choices: Mapping[str, tuple[str, ...]]) -> str:
-    """Return a hint: keys that end alike, then keys that are spelled alike, then all keys of the group."""
+    """Return a hint: keys with the same ending, else similar keys, else all keys of the group."""
     keys = valid_keys(choices)
     last = key.rpartition(".")[2]
     same = [name for name in keys if name.rpartition(".")[2] == last]

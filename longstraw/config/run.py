@@ -1,7 +1,7 @@
-"""The configuration of one job as typed objects.
+"""``RunConfig``, the configuration of one job: all keys with their defaults, their ranges and what must fit together.
 
-Hydra composes YAML files against these classes; past ``longstraw.run`` only the objects travel. The model's part is in
-``model.py``, the hardware's in ``hardware.py``.
+Hydra composes the YAML files into these classes; the code after ``longstraw.run`` uses only the objects. The model's
+part is in ``architectures/``, the hardware's in ``hardware.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
+from longstraw.config.converted import is_unfetched
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
@@ -38,9 +39,9 @@ GROUP_HINT = "; advantages compare the responses of a group, so a group has two 
 
 @dataclass
 class AdapterConfig:
-    """What is trained: ``none`` means every parameter, ``lora`` low-rank adapters on a model that is frozen.
+    """What is trained: with ``none`` every parameter, with ``lora`` low-rank adapters on a frozen model.
 
-    ``auto`` is what the model's configuration says, and never the name in a finished ``RunConfig``.
+    ``auto`` takes the model's ``default_adapter`` and does not occur in a finished ``RunConfig``.
     """
 
     name: str = "none"
@@ -61,13 +62,13 @@ class DataConfig:
 
 @dataclass
 class NeedleConfig(DataConfig):
-    """A made retrieval task: a key and its value hidden at a drawn depth of real text."""
+    """The needle task: a key and its value hidden at a random depth of real text."""
 
     name: str = "needle"
     haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
     depth: list[float] = number([0.0, 1.0], 0, 1)  # drawn between these fractions of the prompt
-    correct_fraction: float = number(0.5, 0, 1)  # of the made responses that answer rightly
-    ragged: bool = True  # responses of drawn lengths up to response_length; false: all of that length
+    correct_fraction: float = number(0.5, 0, 1)  # fraction of the responses that are right
+    ragged: bool = True  # responses of random lengths up to response_length; false: all of that length
 
     def __post_init__(self) -> None:
         check_ranges(self, "data")
@@ -131,7 +132,7 @@ class AlgorithmConfig:
     loss: str = "clip"  # clip | cispo
     importance: str = "token"  # token | sequence (geometric mean) | product: what the clipped ratio is of
     normalize: str = "response"  # response | group | step | constant: what a token's loss is divided by
-    clip_low: float = number(0.2, 0, 1)  # 1: a ratio is not held from below
+    clip_low: float = number(0.2, 0, 1)  # 1: no lower bound of the ratio
     clip_high: float = number(0.2, 0, 1e6)
     clip_dual: float | None = number(None, 1, 1e6, above=True, hint="; null: off")  # limit where the advantage is < 0
     correction: str = "none"  # none | token_tis | icepop | sequence_mask | geometric_mask: for another engine's samples
@@ -164,11 +165,13 @@ class OptimizerConfig:
     name: str = "adamw"  # adamw | none: gradients only
     lr: float = number(1e-6, 0, 100)
     betas: list[float] = number([0.9, 0.999], 0, 1)
-    eps: float = number(1e-8, 1e-30, 1)  # 0 would divide 0 by 0 where a gradient is 0
+    eps: float = number(1e-8, 1e-30, 1)  # 0 would give 0 / 0 for a gradient of 0
     weight_decay: float = number(0.0, 0, 100)
     max_grad_norm: float | None = number(1.0, 0, 1e9, above=True, hint="; null: no clipping")
-    gradient_dtype: str = "float32"  # float32 | model: what gradients add up in where the model's dtype is narrower
-    device: str | None = None  # cpu: parameters are updated and the optimizer's state lies there; None: the model's
+    gradient_dtype: str = (
+        "float32"  # float32 | model: dtype in which gradients are accumulated if the model's is narrower
+    )
+    device: str | None = None  # cpu: parameters are updated and optimizer state kept in host memory; None: the model's
 
     def __post_init__(self) -> None:
         choose("optimizer.name", self.name, ("adamw", "none"))
@@ -182,11 +185,11 @@ class OptimizerConfig:
 
 @dataclass
 class StateConfig:
-    """How the rows that are retained of a prompt are kept: keys and values, latents. Summaries stay as they are."""
+    """How retained rows (keys and values, latents) are stored. States of fixed size are not affected."""
 
     dtype: str | None = None  # float32 | bfloat16; None: the model's
     gradient_dtype: str | None = None  # of their gradient: float32 | bfloat16; None: at least float32
-    device: str | None = None  # cpu: in host memory, brought to the device when they are read; None: the model's
+    device: str | None = None  # cpu: in host memory, copied to the device when they are read; None: the model's
 
     def __post_init__(self) -> None:
         for key, names in (("dtype", ROW_DTYPES), ("gradient_dtype", ROW_DTYPES), ("device", ("cpu",))):
@@ -196,9 +199,9 @@ class StateConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When a job writes down where it is: also whenever it is asked to end, and only at a refresh of the prompt."""
+    """When checkpoints are written: at a refresh of the prompt only, and always when the job is asked to end."""
 
-    every: int | None = number(None, 1, STEPS)  # optimizer steps between two; None: as many as ``minutes`` take
+    every: int | None = number(None, 1, STEPS)  # optimizer steps between two; None: by ``minutes``
     minutes: float = number(10.0, 0, 2**24)
     keep_last: int = number(2, 1, STEPS)
     requeue: bool = True  # once asked to end, go back into SLURM's queue and continue
@@ -209,7 +212,7 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    """W&B, the record's mirror. ``auto``: online where a key is configured, offline otherwise."""
+    """The copy of the records in W&B. ``auto``: online where a key is configured, offline otherwise."""
 
     mode: str = "auto"
     project: str = "longstraw"
@@ -238,9 +241,11 @@ class RunConfig:
     group_size: int = number(2, 2, 2**16, hint=GROUP_HINT)
     context: Any = number("2.1M", 2, POSITIONS)  # positions of one branch: prompt + response
     response_length: Any = number("${model.response_length}", 1, POSITIONS)
-    chunk: Any = number("${model.chunk}", INNER_CHUNK, POSITIONS)  # prompt positions at a time, over all ranks
+    chunk: Any = number(
+        "${model.chunk}", INNER_CHUNK, POSITIONS
+    )  # prompt positions evaluated at a time, over all ranks
     prompt_grad: str = "detached"
-    prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient walks back through; None: all
+    prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient goes back through; None: all
     refresh_every: int = number(1, 1, STEPS)  # optimizer steps that share one retained prompt
     rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt
     temperature: float = number(1.0, 0, 100, above=True)  # at which they are drawn, and log-probabilities taken
@@ -319,9 +324,10 @@ class RunConfig:
 
     @property
     def processes(self) -> HardwareConfig:
-        """What the job's processes ask for: one where a rank is played, whatever the hardware."""
-        played = self.mode in ("simulate", "emulate")
-        return self.hardware.played(device=self.mode == "emulate") if played else self.hardware
+        """What the job's processes ask for: ``simulate`` and ``emulate`` are one process, whatever the hardware."""
+        if self.mode in ("simulate", "emulate"):
+            return self.hardware.for_one_rank(device=self.mode == "emulate")
+        return self.hardware
 
     @property
     def prompt_positions(self) -> int:
@@ -331,7 +337,7 @@ class RunConfig:
 def gradient_start(positions: int, chunk: int, prompt_grad: str, window: int | None) -> int | None:
     """Return the first of ``positions`` retained ones whose state gets a gradient, or None if none does.
 
-    A window counts back from the last retained position, rounded up to a chunk border.
+    A window is counted back from the last retained position and rounded up to a chunk border.
     """
     choose("prompt_grad", prompt_grad, PROMPT_GRADS)
     if window is not None and window < 0:
@@ -386,7 +392,7 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def from_composed(composed: Any) -> RunConfig:
-    """Return the run that Hydra composed, interpolations resolved and a checkpoint's own sizes taken over."""
+    """Return the run that Hydra composed, with interpolations resolved and a checkpoint's own sizes."""
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -395,7 +401,7 @@ def from_composed(composed: Any) -> RunConfig:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
     config = from_dict({str(key): value for key, value in values.items()})
-    if config.model.checkpoint is not None:
+    if config.model.checkpoint is not None and not is_unfetched(config.model.checkpoint):
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
         if config.model.rope_scaling.factor != 1:
             kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's
@@ -404,7 +410,7 @@ def from_composed(composed: Any) -> RunConfig:
 
 
 def _typed_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a composed model that are not as its file in ``conf/model`` has them: a cut, an epsilon."""
+    """Return the fields of a composed model that differ from its file in ``conf/model``."""
     listed: Any = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
     others = ("checkpoint", "dtype", "rope_angles", "chunk", "response_length", "rope_scaling")
     return {key: value for key, value in model.items() if key not in others and value != listed[key]}

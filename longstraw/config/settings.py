@@ -1,6 +1,6 @@
-"""``key=value`` arguments read by OmegaConf's rules, for the small commands; no torch.
+"""Parse ``key=value`` arguments of the commands other than ``longstraw.run`` by OmegaConf's rules. No torch.
 
-``longstraw.run`` reads its arguments by Hydra's grammar, which also has sweeps.
+``longstraw.run`` uses Hydra's grammar, which also has sweeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Settings = TypeVar("Settings")
 
 
 def read_arguments(arguments: Sequence[str], keys: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return ``key=value`` arguments as a dict, each value as YAML has it; of a key given twice, the last.
+    """Return ``key=value`` arguments as a dict, values parsed as YAML; the last of a repeated key counts.
 
     Raises ``ConfigError`` for what is no ``key=value``, or a key that is none of ``keys`` where those are given.
     """
@@ -41,7 +41,7 @@ def read_arguments(arguments: Sequence[str], keys: tuple[str, ...] = ()) -> dict
 
 
 def parse_settings(settings: type[Settings], arguments: Sequence[str], *, least: int = 0) -> Settings:
-    """Return the ``settings`` that ``arguments`` mean; numbers are counts such as 4Ki, of at least ``least``.
+    """Return ``settings`` from ``arguments``; numbers may be counts such as 4Ki, of at least ``least``.
 
     Raises ``ConfigError`` that names the argument and, where it is the key that is wrong, the valid ones.
     """

@@ -1,7 +1,7 @@
-"""What of a configuration decides a run's numbers, so that a checkpoint is continued only by the run that wrote it.
+"""Decide whether two configurations give the same numbers, so that only such a run resumes a checkpoint.
 
-Everything does but the keys in ``FREE``: where and on how many ranks a job runs, how it is followed and saved, and how
-many steps it takes in all.
+All keys matter but those in ``FREE``: where and on how many ranks a job runs, how it is tracked and saved, and how many
+steps it takes in all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks: where the groups of a run come from. No torch before a group is made: data are looked at without it."""
+"""Tasks: prompts, responses and rewards of a run. Data are checked without importing torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Look at what ``config.data`` names, in a moment: that it is there and begins as it should, that lengths fit.
+    """Check quickly that the data in ``config.data`` exist, that files begin as they should and that lengths fit.
 
-    No checkpoint's tokenizer is loaded, which takes seconds, and of a file no more than its beginning is read;
-    ``build_task`` checks the rest. Raises ``DataError`` or ``OSError``.
+    No checkpoint's tokenizer is loaded, which takes seconds, and only the beginning of a file is read; ``build_task``
+    checks the rest. Raises ``DataError`` or ``OSError``.
     """
     data, folder = config.data, tokenizer_folder(config)
     tokenizer = ByteTokenizer() if folder is None else None
@@ -40,7 +40,7 @@ def check_data(config: RunConfig) -> None:
 def build_task(config: RunConfig) -> Task:
     """Return the task that ``config.data`` names, its data read and checked.
 
-    Raises ``DataError`` for data that cannot be used, ``FileNotFoundError`` for such that are not there.
+    Raises ``DataError`` for data that cannot be used, ``FileNotFoundError`` for missing files.
     """
     data = config.data
     folder = data.tokenizer if isinstance(data, JsonlConfig) else None

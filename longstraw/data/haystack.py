@@ -1,4 +1,4 @@
-"""Text to hide a needle in: files and folders that the user names, or the source of Python's standard library."""
+"""Read text to hide a needle in: the user's files and folders, or the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 
-PIECE = 2**20  # characters read and tokenised at a time, so that a file of any size serves
+PIECE = 2**20  # characters read and tokenised at a time, so that files of any size work
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}  # of the standard library
 
 
 def read_haystack(places: list[str], tokenizer: Tokenizer, least: int) -> tuple[str, NDArray[np.int64], str]:
     """Return text, its tokens and a name for where it comes from: ``least`` tokens or more, fewer if there are no more.
 
-    Folders are walked in sorted order and what is no UTF-8 text in them is passed over; a named file must be text.
+    Folders are walked in sorted order and files in them that are not UTF-8 text are skipped; a named file must be text.
     """
     name = ", ".join(places) or f"standard library of Python {platform.python_version()}"
     texts, tokens, count = [], [], 0

@@ -1,12 +1,12 @@
-"""The user's own prompts, responses and rewards: a text file with one JSON object a line.
+"""The ``jsonl`` task: the user's own prompts, responses and rewards from a text file, one JSON object a line.
 
     {"id": "a", "prompt": "text" | [ids] | [{"role": .., "content": ..}, ..], "tools": [{..}, ..]?,
      "responses": [{"text": ".." | "tokens": [ids], "reward": 1.0, "logprobs": [..]?, "loss_mask": [..]?}, ..]}
 
-UTF-8, with or without a byte order mark, LF or CRLF, not packed; blank lines are passed over. Every line is read and
-checked once at the start, so that line 900 does not stop a run in its second day; only the place of each is kept.
-Prompts come in the file's order, from the top again after the last. Of more than ``group_size`` responses the first are
-taken. Text is tokenised as it stands, with no token added at either end; chat messages go through the chat template.
+UTF-8, with or without a byte order mark, LF or CRLF, not compressed; blank lines are skipped. Every line is read and
+checked once at the start, so that a bad line 900 does not stop a run on its second day; only line offsets are kept.
+Prompts come in the file's order, and again from the top after the last. Of more than ``group_size`` responses the first
+are taken. Text is tokenised as it is, with no token added at either end; chat messages go through the chat template.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from longstraw.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from longstraw.grpo import Group
 
-SHOWN = 100  # skipped lines in the description; their number is there too
+SHOWN = 100  # skipped lines listed in the description, beside their number
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 BOM = b"\xef\xbb\xbf"
 LOOKED_AT = 2**26  # bytes of the first line that are read before a job starts
 
 
 class JsonlTask:
-    """Read groups from a JSON-lines file by the places of its lines."""
+    """Read groups from a JSON-lines file, whose line offsets are kept."""
 
     def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer) -> None:
         self._path, self._refresh_every = Path(data.path).expanduser(), config.refresh_every
@@ -56,7 +56,7 @@ class JsonlTask:
         }
 
     def _index(self, skip: bool) -> list[dict[str, Any]]:
-        """Check every line and note the place of each usable one; return the lines that were skipped."""
+        """Check every line and keep the offset of each usable one; return the lines that were skipped."""
         seen: dict[str, int] = {}
         skipped: list[dict[str, Any]] = []
         for place, number, line in _lines(self._path):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longstraw.config import JsonlConfig, RunConfig
+from longstraw.config.hf_files import placeholder_ids
 from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer, check_text
 
@@ -30,6 +31,7 @@ class Parser:
     def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | None) -> None:
         """``tokenizer`` may be absent where lines are only checked."""
         self._tokenizer, self._vocab_size = tokenizer, config.model.vocab_size
+        self._placeholders = placeholder_ids(config.model.checkpoint)
         self._group_size, self._response_length = config.group_size, config.response_length
         self._prompt_positions, self._truncate = config.prompt_positions, data.truncate
         self.counting = True
@@ -88,7 +90,9 @@ class Parser:
             raise DataError(f"prompt is {_kind(value)}, must be text, a list of token ids or a list of chat messages")
         if chat:
             assert self._tokenizer is not None
-            return self._tokenizer.encode_chat(_messages(value), _tools(tools))
+            ids = self._tokenizer.encode_chat(_messages(value), _tools(tools))
+            self._check_placeholders(ids, "prompt")
+            return ids
         return self._ids(value, "prompt")
 
     def _fit(self, prompt: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
@@ -136,7 +140,19 @@ class Parser:
         ids = self._tokenizer.encode(text)
         if len(ids) == 0:
             raise DataError(f"{where} is empty")
+        self._check_placeholders(ids, where)
         return ids
+
+    def _check_placeholders(self, ids: NDArray[np.int64], where: str) -> None:
+        """Refuse ids where an image, video or audio would go: the text model has no meaning for them."""
+        found = [i for i in self._placeholders if i in ids]
+        if found:
+            at = int(np.isin(ids, found).argmax())
+            key = self._placeholders[int(ids[at])]
+            raise DataError(
+                f"{where}[{at}] is {ids[at]}, the {key} of the model's config.json: it takes the place of what is no "
+                "text, and only text is trained on"
+            )
 
     def _ids(self, value: Any, where: str) -> NDArray[np.int64]:
         if not isinstance(value, list):
@@ -149,7 +165,9 @@ class Parser:
         if min(value) < 0 or max(value) >= self._vocab_size:
             at = next(i for i, item in enumerate(value) if not 0 <= item < self._vocab_size)
             raise DataError(f"{where}[{at}] is {value[at]}, must be below the vocabulary of {self._vocab_size} ids")
-        return np.asarray(value, dtype=np.int64)
+        ids = np.asarray(value, dtype=np.int64)
+        self._check_placeholders(ids, where)
+        return ids
 
 
 def _fields(line: bytes) -> dict[str, Any]:
@@ -195,9 +213,22 @@ def _messages(value: list[Any]) -> list[dict[str, Any]]:
             raise DataError(f"prompt[{i}] is no chat message, which is an object with role and content")
         if "content" not in message and "tool_calls" not in message:
             raise DataError(f"prompt[{i}] has no content")
+        _check_parts(message.get("content"), f"prompt[{i}].content")
     if value[-1]["role"] == "assistant":
         raise DataError("the last message of the prompt is the assistant's; it belongs to the responses")
     return value
+
+
+def _check_parts(content: Any, where: str) -> None:
+    """Refuse parts of a message that are no text, such as images: the models here take text only."""
+    for j, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict):
+            raise DataError(f"{where}[{j}] is {_kind(part)}, must be an object with type and text")
+        kind = part.get("type", "text" if "text" in part else next(iter(part), "nothing"))
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where}[{j}] is a part of type {kind!r} without text; only parts of type 'text' are taken"
+            )
 
 
 def _tools(value: Any) -> list[Any] | None:

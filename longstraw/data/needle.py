@@ -1,12 +1,12 @@
-"""A made retrieval task: one sentence with a number hidden in real text, and the question for the number at the end.
+"""The ``needle`` task: one sentence with a number, hidden in real text, and a question about it at the end.
 
 The prompt has exactly ``prompt_positions`` tokens:
 
     hay .. "\\nThe magic number of amber is 481029.\\n" .. hay "\\nWhat is the magic number of amber?\\n"
 
-Word, number, depth and the stretch of hay are drawn by seed and step. Responses are made, not sampled: right
-ones state the number, wrong ones a near miss. The reward is checked on the response's own text: 1.0 if the number is in
-it as a number of its own, else 0.0.
+Word, number, depth and the stretch of hay are drawn from seed and step. Responses are constructed, not sampled:
+right ones state the number, wrong ones have one digit changed. The reward is computed from the response's text: 1.0 if
+the number occurs in it, not as part of a longer one, else 0.0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRIES = 100
 
 
 def check_room(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise ``DataError`` for lengths in which needle and question, or an answer, could be too long."""
+    """Raise ``DataError`` if the prompt could be too short for needle and question, or a response for an answer."""
     least = max(sum(map(len, needle_texts(tokenizer, word, "8" * DIGITS))) for word in WORDS)
     if config.prompt_positions < least:
         raise DataError(
@@ -69,7 +69,9 @@ class NeedleTask:
         self._text, self._hay, source = read_haystack(data.haystack, tokenizer, wanted)
         self._words = [word for word in WORDS if f"magic number of {word}" not in self._text]
         if not self._words:
-            raise DataError(f"data.haystack: {source} speaks of the magic number of every word the needle could name")
+            raise DataError(
+                f"data.haystack: {source} already contains a magic number for every word that the needle could use"
+            )
         self.description: dict[str, Any] = {
             "name": data.name,
             "tokenizer": tokenizer.name,
@@ -86,7 +88,7 @@ class NeedleTask:
         return rng, rng.choice(self._words), str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
 
     def _stretch(self, rng: random.Random, length: int) -> NDArray[np.int64]:
-        """Return ``length`` tokens of hay from a drawn place on; hay that ends begins again."""
+        """Return ``length`` tokens of hay from a random position on, continued at the beginning after its end."""
         start = rng.randrange(len(self._hay))
         head = self._hay[start : start + length]
         return np.concatenate([head, np.resize(self._hay, length - len(head))])
@@ -100,7 +102,7 @@ class NeedleTask:
         rng, word, value = self._draw(step)
         needle, question = needle_texts(self._tokenizer, word, value)
         length = self._config.prompt_positions - len(needle) - len(question)
-        if length < 0:  # a tokenizer that needs more for this number than for the one measured
+        if length < 0:  # the tokenizer needs more tokens for this number than for the one measured
             raise DataError(f"context={self._config.context}: {-length} tokens short of needle and question")
         hay = self._stretch(rng, length)
         cut = round(rng.uniform(*self._data.depth) * length)
@@ -121,7 +123,7 @@ class NeedleTask:
         size, longest = self._config.group_size, self._config.response_length
         rng = random.Random(f"needle {self._config.seed} responses {self._index(step)}")
         right = int(self._data.correct_fraction * size + 0.5)
-        if 0 < self._data.correct_fraction < 1:  # equal rewards would teach nothing
+        if 0 < self._data.correct_fraction < 1:  # equal rewards have no gradient
             right = min(max(right, 1), size - 1)
         rewards = [1.0] * right + [0.0] * (size - right)
         rng.shuffle(rewards)

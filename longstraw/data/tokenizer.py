@@ -1,6 +1,6 @@
-"""Text to token ids and back: bytes, or the tokenizer of a checkpoint. The doorway to transformers' tokenizers.
+"""Convert text to token ids and back: as bytes, or with a checkpoint's tokenizer, chat template included.
 
-Only local files are read and no code that comes with a checkpoint is run.
+The only module that imports transformers' tokenizers. Only local files are read, and no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from numpy.typing import NDArray
 from longstraw.data.task import DataError
 
 BYTES = 256
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one is there in any checkpoint
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+)  # a checkpoint with a tokenizer has one of them
 
 
 class Tokenizer(Protocol):
-    """What the tasks need of a tokenizer. Text becomes the tokens of just this text: none is added at either end."""
+    """What tasks need from a tokenizer. No tokens are added at either end of a text."""
 
     name: str
 
@@ -41,11 +46,11 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: NDArray[np.int64]) -> str:
-        """Return the text of the bytes; what is cut or no UTF-8 becomes U+FFFD, ids above 255 too."""
+        """Return the text of the bytes; cut characters, invalid UTF-8 and ids above 255 become U+FFFD."""
         return np.where(ids < BYTES, ids, 0xFF).astype(np.uint8).tobytes().decode(errors="replace")
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]:
-        """Refuse: bytes have no marks for roles."""
+        """Raise ``DataError``: bytes have no tokens for roles."""
         raise DataError(
             "chat messages need a tokenizer with a chat template, and this run takes bytes as tokens; give the prompt "
             "as text or token ids, or set model.checkpoint or data.tokenizer to a folder with a tokenizer"
@@ -60,27 +65,27 @@ class CheckpointTokenizer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            from transformers import AutoTokenizer  # here, not above: seconds to import, and bytes do without
+            from transformers import AutoTokenizer  # imported here: it takes seconds and byte tokens do not need it
         except ImportError as error:
             raise DataError(f"{folder}: its tokenizer needs transformers: pip install transformers") from error
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises many kinds, and what is to be done is the same
+        except Exception as error:  # transformers raises many types of exceptions
             raise DataError(f"{folder}: transformers cannot read the tokenizer: {error}") from error
         self.name = str(folder)
         self.size = 1 + max(self._tokenizer.get_vocab().values())  # not the count of tokens: ids may have gaps
         self._tokenizer.model_max_length = 10**12  # prompts are longer than any; the warning would be noise
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of ``text``, marks such as ``<|im_end|>`` read as the special tokens they name."""
+        """Return the ids of ``text``; strings such as ``<|im_end|>`` become the special tokens they name."""
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
 
     def decode(self, ids: NDArray[np.int64]) -> str:
-        """Return the text of the ids, special tokens included and spaces as they stand."""
+        """Return the text of the ids, with special tokens and unchanged spaces."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]:
-        """Return the ids of a conversation up to where the assistant's answer begins, by the chat template.
+        """Apply the chat template; return the ids of the conversation up to where the assistant's answer begins.
 
         ``tools`` are the JSON schemas of functions that the assistant may call.
         """
@@ -90,7 +95,7 @@ class CheckpointTokenizer:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # the template is a program of the checkpoint's author and raises what it likes
+        except Exception as error:  # a template may raise any exception
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         check_text(str(text), "the conversation")
         return self.encode(str(text))
@@ -109,7 +114,7 @@ class CheckpointTokenizer:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse half a surrogate pair: JSON can write it as an escape, no encoding can."""
+    """Raise for half a surrogate pair, which JSON can escape and no encoding can represent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""What a user sees while jobs run: a live table on a terminal, a line for each change elsewhere."""
+"""Show jobs while they run: a live table on a terminal, elsewhere a line for each change of state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from longstraw.tracking.run_folder import last_row, read_json
 from longstraw.units import format_seconds
 
-LINE_SECONDS = 30.0  # between two lines on one job's progress where there is no terminal
+LINE_SECONDS = 30.0  # between two lines on one job's progress, without a terminal
 
 
 @dataclass
@@ -26,12 +26,12 @@ class JobLine:
     steps: int
     state: str = "queued"
     since: float = field(default_factory=time.monotonic)
-    note: str = ""  # what SLURM has to say of it
+    note: str = ""  # what SLURM reports about it
     _verb: tuple[Any, ...] = ()
     _start: tuple[float, float] = (0.0, 0.0)  # when the verb was first seen, and how far it was
 
     def become(self, state: str) -> bool:
-        """Take a new state; return whether it is one."""
+        """Set the state; return whether it changed."""
         if state == self.state:
             return False
         self.state, self.since = state, time.monotonic()
@@ -76,7 +76,7 @@ class Screen:
             self._live.start()
 
     def update(self, changed: Sequence[JobLine] = ()) -> None:
-        """Show how things stand; ``changed`` are the jobs whose state is new."""
+        """Show the jobs' current states; ``changed`` are the jobs whose state is new."""
         if self._live is not None:
             self._live.update(self._rows(), refresh=True)
             return

@@ -1,4 +1,7 @@
-"""How a job is sent off: as processes of this machine or to SLURM. The doorway to submitit."""
+"""Submit jobs through submitit: as processes of this machine, or to SLURM with a batch script that submitit writes.
+
+The only module that imports submitit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def start_local(job: Job) -> Any:
 
 @contextmanager
 def _stderr_to(path: Path) -> Iterator[None]:
-    """Let processes started meanwhile write their errors to a file: submitit's controller dies of Ctrl-C in a page."""
+    """Redirect stderr of processes started meanwhile to a file: submitit's controller prints a page on Ctrl-C."""
     sys.stderr.flush()
     before = os.dup(2)
     try:
@@ -46,7 +49,7 @@ def _stderr_to(path: Path) -> Iterator[None]:
 
 
 def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:
-    """Return submitit's parameters for a local job. No warning signal: at the limit the launcher says what happened."""
+    """Return submitit's parameters for a local job. No warning signal: the launcher reports the time limit."""
     parameters: dict[str, Any] = {
         "timeout_min": hardware.time_min,
         "signal_delay_s": 0,
@@ -63,7 +66,7 @@ def local_parameters(hardware: HardwareConfig) -> dict[str, Any]:
 def slurm_parameters(hardware: HardwareConfig) -> dict[str, Any]:
     """Return submitit's parameters for a SLURM job: one task a GPU, or one task a rank on processors."""
     tasks = hardware.gpus_per_node or -(-hardware.world_size // hardware.nodes)
-    # The ranks end by themselves when one is lost and say which; srun, which would not, ends what is left after that.
+    # When a rank is lost the others end by themselves and name it, which srun does not; srun ends any left after that.
     srun = ["--kill-on-bad-exit=0", f"--wait={hardware.timeout_s}"]
     if hardware.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={hardware.cpus_per_task}")  # since 22.05 srun does not inherit it
@@ -102,7 +105,7 @@ def slurm_executor(folder: Path, config: RunConfig, cluster: str = "slurm") -> A
 
 
 def check_slurm(folder: Path, config: RunConfig, asked: dict[str, str]) -> None:
-    """Raise ``ConfigError`` with sbatch's message if it would refuse a job; ``asked`` holds what was asked before."""
+    """Raise ``ConfigError`` with sbatch's message if it would refuse a job; ``asked`` caches its earlier answers."""
     resources = _resources(config)
     if resources not in asked:
         executor = slurm_executor(folder, config)._executor  # submitit's own, which writes the script
@@ -113,7 +116,7 @@ def check_slurm(folder: Path, config: RunConfig, asked: dict[str, str]) -> None:
 
 
 def _too_long(hardware: HardwareConfig) -> str:
-    """Return how a job is longer than its partition allows: sbatch takes it, and it would wait for ever."""
+    """Return by how much a job exceeds its partition's time limit: sbatch accepts such a job and never starts it."""
     if hardware.partition is None or hardware.qos is not None:  # a quality of service may allow more
         return ""
     allowed = minutes_allowed(hardware.partition)
@@ -127,7 +130,7 @@ def _resources(config: RunConfig) -> str:
 
 
 def check_path(run_dir: Path, executor: str) -> None:
-    """Raise ``ConfigError`` for a folder whose path holds the placeholder of a job's number in a log's name."""
+    """Raise ``ConfigError`` if the folder's path contains the placeholder for a job's number in log names."""
     signs = ("%",) if executor == "slurm" else ("%j", "%t", "%A", "%a")
     path = str(run_dir.absolute())
     if found := next((sign for sign in signs if sign in path), None):
@@ -138,7 +141,7 @@ def check_path(run_dir: Path, executor: str) -> None:
 def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> dict[Path, Any]:
     """Submit the jobs, in arrays of one set of resources no longer than the site's limit; return handles by folder.
 
-    All or none: where sbatch refuses one array, those before it are cancelled and ``ConfigError`` has its message.
+    All or none: if sbatch refuses one array, the earlier ones are cancelled and ``ConfigError`` has sbatch's message.
     """
     arrays: dict[str, list[Job]] = {}
     for job in jobs:
@@ -158,5 +161,5 @@ def submit_slurm(jobs: Sequence[Job], folder: Path, cluster: str = "slurm") -> d
         for handle in handles.values():
             handle.cancel(check=False)
         message = "; ".join(filter(None, (line.strip() for line in str(error).splitlines())))
-        raise ConfigError(f"SLURM took not all of the {len(jobs)} jobs, so none is left there: {message}") from None
+        raise ConfigError(f"SLURM refused some of {len(jobs)} jobs, so none was submitted: {message}") from None
     return handles

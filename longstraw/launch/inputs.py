@@ -1,4 +1,4 @@
-"""What a job needs beyond its configuration, looked at before any job starts: packages, data, checkpoints; no torch."""
+"""Check, before any job starts, that the packages, data and checkpoints it names are there. No torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import importlib.util
 import sys
 
 from longstraw.config import CheckpointConfig, ConfigError, RunConfig
+from longstraw.config.converted import checkpoint_folder
 from longstraw.config.hf_files import check_adapter, check_weights
 from longstraw.data import check_data, tokenizer_folder
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raise ``ConfigError`` or ``OSError`` for what ``config``, its mode resolved, names and a job could not use.
+    """Raise ``ConfigError`` or ``OSError`` for a package, file or folder that ``config`` names and a job could not use.
 
-    Of files no more than beginnings and headers are read; the job checks the rest.
+    ``config.mode`` is not ``auto``. Only beginnings and headers of files are read; the job checks the rest.
     """
     if config.adapter.name == "lora" and config.adapter.checkpoint is not None:
         check_adapter(config.adapter.checkpoint)
     if config.mode == "run":  # else weights and data are made up
         if config.model.checkpoint is not None:
-            check_weights(config.model.checkpoint)
+            folder = checkpoint_folder(config.model.checkpoint)
+            embedding = (config.model.vocab_size, config.model.hidden_size)
+            check_weights(folder, layers=config.model.num_hidden_layers, embedding=embedding)
         check_data(config)
-    if config.hardware.python is None:  # another Python has packages of its own
+    if config.hardware.python is None:  # another Python has its own packages
         _check_packages(config)
 
 
@@ -48,10 +51,13 @@ def is_installed(package: str) -> bool:
 
 
 def without_effect(config: RunConfig) -> str | None:
-    """Return one line that names keys which do nothing in a job's resolved mode, or None."""
-    played, detached = config.mode != "run", config.prompt_grad == "detached"
+    """Return one line that names the keys without effect in a job's mode, or None."""
+    simulates, detached = config.mode != "run", config.prompt_grad == "detached"
     without = {
-        f"mode={config.mode}": {"save": played and config.save, "checkpoint.*": played and _is_set(config.checkpoint)},
+        f"mode={config.mode}": {
+            "save": simulates and config.save,
+            "checkpoint.*": simulates and _is_set(config.checkpoint),
+        },
         "prompt_grad=detached": {
             "prompt_grad_window": detached and config.prompt_grad_window is not None,
             "state.gradient_dtype": detached and config.state.gradient_dtype is not None,

@@ -1,6 +1,6 @@
-"""Jobs: checked all together, frozen, then run in this process, as local processes or through SLURM.
+"""Run prepared jobs in this process, as local processes or through SLURM, and show them until all are over.
 
-A command either launches all of its jobs or, where one is wrong, none.
+``prepare.py`` checks them first: a command launches all of its jobs or, if one is wrong, none.
 """
 
 from __future__ import annotations
@@ -19,90 +19,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longstraw.config import ConfigError, from_dict, to_dict
+from longstraw.config import ConfigError, from_dict
 from longstraw.errors import RankLostError, describe, is_users
 from longstraw.launch.display import JobLine, Screen, show_job
-from longstraw.launch.executors import check_path, check_slurm, start_local, submit_slurm
-from longstraw.launch.inputs import check_inputs, without_effect
+from longstraw.launch.executors import check_path, start_local, submit_slurm
 from longstraw.launch.logs import failed_tail, tail
 from longstraw.launch.manifest import find_entry, write_manifest
 from longstraw.launch.placement import resolve
 from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import Submitted
-from longstraw.launch.spec import SPEC, Draft, Job, belongs_to_folder, freeze, new_run_id
+from longstraw.launch.spec import SPEC, Job
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
 from longstraw.runtime.process_info import is_running, process_identity, process_info
-from longstraw.tracking.run_folder import has_result, last_row, read_json, table, write_json
+from longstraw.tracking.job_table import table
+from longstraw.tracking.run_folder import has_result, last_row, read_json, write_json
 from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 
 POLL_SECONDS = 0.5
-PRINTED_FAILURES = 3  # failed jobs of which the last lines are printed
-STOP_SECONDS = 15  # a job that was asked to end gets this long
+PRINTED_FAILURES = 3  # failed jobs whose last log lines are printed
+STOP_SECONDS = 15  # time for a job to stop after it was asked to
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended
-HUNG_RANK_SECONDS = 10  # so do the ranks of one that has failed
-
-
-def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list[Job]:
-    """Return the jobs, each frozen to its ``spec.json``; raise ``ConfigError`` naming every job that is wrong."""
-    jobs: dict[Path, Job] = {}
-    wrong = [(given.num, given.error) for given in drafts if given.error]
-    asked: dict[str, str] = {}  # what sbatch said of each set of resources
-    going_on: set[Path] = set()  # folders of jobs that SLURM started again
-    for given in drafts:
-        if given.config is None:
-            continue
-        try:
-            placement = resolve(given.config)
-            if given.run_dir in jobs:
-                raise ConfigError(f"{given.run_dir} is also job {jobs[given.run_dir].num}'s folder; hydra.sweep.subdir")
-            if belongs_to_folder(given.run_dir, given.config):
-                going_on.add(given.run_dir)
-            if placement.executor == "slurm":
-                check_slurm(given.run_dir.parent, given.config, asked)
-            if sweep or placement.executor == "slurm" or given.config.processes.world_size != process_info().world_size:
-                check_path(given.run_dir, placement.executor)
-            given.config.mode = placement.mode
-            check_inputs(given.config)
-        except (NameError, ValueError, RuntimeError, OSError) as error:
-            wrong.append((given.num, str(error)))
-            continue
-        jobs[given.run_dir] = Job(given.num, given.overrides, given.run_dir, given.config, placement)
-    if wrong:
-        raise ConfigError(_error_lines(wrong, len(drafts)))
-    for note in dict.fromkeys(filter(None, (without_effect(job.config) for job in jobs.values()))):
-        print(f"longstraw: {note}", file=sys.stderr)
-    stamp = new_run_id(drafts[0].run_dir.parent.name)
-    frozen: list[Path] = []
-    try:
-        for job in jobs.values():
-            if job.run_dir not in going_on:
-                spec = {"run_id": f"{stamp}-{job.num}", "sweep": sweep, "num": job.num, "overrides": job.overrides}
-                freeze(job.run_dir, {**spec, "command": command, "config": to_dict(job.config)})
-                frozen.append(job.run_dir)
-    except BaseException:
-        for run_dir in frozen:
-            (run_dir / SPEC).unlink(missing_ok=True)
-        raise
-    return list(jobs.values())
-
-
-def _error_lines(wrong: Sequence[tuple[int, str]], count: int) -> str:
-    """Return one line for each reason, with the jobs it holds for."""
-    reasons: dict[str, list[str]] = {}
-    for num, reason in sorted(wrong):
-        reasons.setdefault(reason, []).append(str(num))
-    if count == 1:
-        return next(iter(reasons))
-    lines = [f"job{'s' * (len(nums) > 1)} {', '.join(nums)}: {reason}" for reason, nums in reasons.items()]
-    return "\n".join([f"{len({num for num, _ in wrong})} of {count} jobs are wrong, none was started", *lines])
+HUNG_RANK_SECONDS = 10  # time for the ranks of a failed job to stop
 
 
 def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
     """Run the jobs and return the exit status: 0 if every one succeeded. ``alone``: the one job of a command.
 
-    That one runs in this process, unless it has several ranks to be started. Prints where the jobs run, shows them, and
-    ends with their table and the path of their records.
+    That one runs in this process unless several ranks have to be started. Prints where the jobs run, shows their
+    progress, and at the end prints their table and the path of their records.
     """
     for placement in dict.fromkeys(job.placement for job in jobs):
         count = sum(job.placement == placement for job in jobs)
@@ -140,14 +85,14 @@ def launch(jobs: Sequence[Job], folder: Path, *, alone: bool) -> int:
 
 
 def in_process(here: Sequence[Job], *, alone: bool) -> bool:
-    """Return whether the one job of a command runs in this process: all its ranks have been started."""
+    """Return whether a command's only job runs in this process, because all its ranks are already started."""
     return alone and bool(here) and here[0].config.processes.world_size == process_info().world_size
 
 
 def record_too_large(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs that may start; one that cannot fit its devices gets its record instead, which says what would.
+    """Return the jobs that may start; for a job too large for its devices write a record that says what would fit.
 
-    Nothing has been allocated or asked of SLURM for it.
+    Nothing is allocated for such a job and SLURM is not asked.
     """
     starting = []
     for job in jobs:
@@ -166,7 +111,7 @@ def record_too_large(jobs: Sequence[Job]) -> list[Job]:
 
 def _print_failed(jobs: Sequence[Job], handles: dict[Path, Any]) -> None:
     """Print the last lines of the jobs that did not end well, of the first few."""
-    lost = [job for job in jobs if failed(job) and has_result(job.run_dir)]  # preempted ones tell nothing there
+    lost = [job for job in jobs if failed(job) and has_result(job.run_dir)]  # logs of preempted jobs do not say why
     for job in lost[:PRINTED_FAILURES]:
         end = failed_tail(find_entry(job.run_dir))
         print(end, end="\n" if end else "")
@@ -177,13 +122,13 @@ def _shown(path: Path) -> str:
 
 
 def failed(job: Job) -> bool:
-    """Return whether a job that is over did not end well; its last row may be of a step before the disk was full."""
+    """Return whether a finished job failed; the last row is not enough: on a full disk it is of an earlier step."""
     row, result = last_row(job.run_dir), read_json(job.run_dir / "result.json")
     return row is None or row.get("status") != "ok" or result.get("status") != "ok"
 
 
 def run_in_process(job: Job) -> int:
-    """Run one job in this process; a mistake of the user's is one line, anything else a traceback."""
+    """Run one job in this process; print a user's mistake as one line, anything else as a traceback."""
     try:
         with _termination_as_interrupt(), show_job(JobLine(job.run_dir, "", job.config.steps)):
             stopped = execute(job.run_dir)
@@ -215,7 +160,7 @@ def _how_to_go_on(job: Job) -> str:
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Write the last lines about a job although Ctrl-C is pressed once more."""
+    """Ignore further Ctrl-C while the last lines about a job are written."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -231,7 +176,7 @@ def run_torchrun_worker() -> int:
         with _termination_as_interrupt():
             run_dir = offered_job()
             if run_dir is None:
-                time.sleep(STOP_SECONDS)  # torchrun ends this process as soon as rank 0, which says why, has ended
+                time.sleep(STOP_SECONDS)  # torchrun ends this process when rank 0, which prints the reason, ends
                 return 2
             execute(run_dir)
     except KeyboardInterrupt as stop:
@@ -300,7 +245,7 @@ def _poll(job: Job, line: JobLine, handles: dict[Path, Any], begun: dict[Path, f
 
 
 def has_hung_rank(job: Job) -> bool:
-    """Return whether a local job has failed and a rank of it does not end: one that was stopped, say."""
+    """Return whether a local job has failed and one of its ranks does not end, for example because it is stopped."""
     if job.placement.executor != "local" or job.config.processes.world_size == 1 or not has_result(job.run_dir):
         return False
     path = job.run_dir / "result.json"
@@ -312,20 +257,20 @@ def _death_reason(job: Job, handle: Any, ran: float) -> str:
     if ran >= minutes * 60 or handle.state == "TIMEOUT":
         return f"the time limit of {minutes} min was reached (hardware.time_min); log: {log}"
     if handle.state == "COMPLETED" and job.placement.executor == "slurm":  # its daemon was killed, say
-        return f"SLURM lost sight of its processes; one that is left ends once the job is started again; log: {log}"
+        return f"SLURM lost sight of its processes; any that is left ends when the job is started again; log: {log}"
     raised = [line for line in tail(Path(handle.paths.stdout), 1) if re.match(r"\w*Error\b", line)]
     if raised and job.placement.executor == "local":  # on a full disk, say
-        return f"it failed and could not write so itself ({raised[0]}); log: {log}"
+        return f"it failed and could not record it ({raised[0]}); log: {log}"
     if handle.state == "FAILED" and not (job.run_dir / "process.json").exists():  # Python could not import us, say
         words = [line for line in tail(Path(handle.paths.stdout), 20) if "Error" in line]
         return f"it failed before it began{f' ({words[-1].strip()})' if words else ''}; log: {log}"
     state = "" if job.placement.executor == "local" else f" (SLURM: {handle.state})"
-    return f"the process was killed from outside, or by the kernel for want of memory{state}; log: {log}"
+    return f"the process was killed from outside, or by the kernel because memory ran out{state}; log: {log}"
 
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """Let a termination signal end the jobs as Ctrl-C does, and let children see Ctrl-C whoever started us."""
+    """Make SIGTERM end the jobs as Ctrl-C does, and let child processes receive Ctrl-C even if this one ignores it."""
 
     def interrupt(number: int, _: Any) -> None:
         raise KeyboardInterrupt(number)
@@ -339,7 +284,7 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 def _stop(jobs: Sequence[Job], lines: dict[Path, JobLine], handles: dict[Path, Any]) -> None:
-    """Cancel every job that is not over, wait for its end, and write the record it could not."""
+    """Cancel every running job, wait for its end, and write the last record where the job could not."""
     open_jobs = [job for job in jobs if job.run_dir in handles and lines[job.run_dir].state in ("queued", "running")]
     for job in open_jobs:
         handles[job.run_dir].cancel(check=False)
@@ -356,13 +301,13 @@ def _stop(jobs: Sequence[Job], lines: dict[Path, JobLine], handles: dict[Path, A
 
 
 def _is_over(job: Job, handle: Any) -> bool:
-    """Return whether a job has ended: submitit's controller may have died of Ctrl-C before the job it controls."""
+    """Return whether a job has ended; Ctrl-C may have killed submitit's controller before the job itself."""
     process = read_json(job.run_dir / "process.json")
     return handle.done() and not (process and job.placement.executor == "local" and is_running(process))
 
 
 def _kill(job: Job) -> None:
-    """Kill what has not stopped at a safe place in time; the other ranks of a job end when rank 0 is gone."""
+    """Kill a job that did not stop by itself in time; its other ranks end when rank 0 is gone."""
     process = read_json(job.run_dir / "process.json")
     if process and job.placement.executor == "local" and is_running(process):
         with contextlib.suppress(OSError):
@@ -387,9 +332,9 @@ def frozen_job(run_dir: Path) -> Job:
 
 
 def resume_jobs(run_dirs: Sequence[Path]) -> list[Job]:
-    """Return jobs that ran before as ones to be launched again: they go on from their checkpoints.
+    """Return earlier jobs, ready to be launched again from their checkpoints.
 
-    Each attempt from now on is counted as a later one; one before that is still alive writes nothing more.
+    The next attempt gets a higher number; a process of an earlier attempt that is still alive writes nothing more.
     Raises ``ConfigError`` where one cannot run here.
     """
     jobs = [frozen_job(run_dir) for run_dir in run_dirs]

@@ -1,4 +1,4 @@
-"""Where a job's ranks write what they print, and the last lines of it."""
+"""Find the log files of a job's ranks and read their last lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from longstraw.launch.manifest import Entry
 from longstraw.tracking.run_folder import last_row
 from longstraw.units import format_bytes
 
-TAIL_BYTES = 1 << 16  # of a log's end that are looked at
+TAIL_BYTES = 1 << 16  # read from the end of a log
 
 
 def log_path(entry: Entry, rank: int = 0) -> Path | None:
@@ -20,7 +20,7 @@ def log_path(entry: Entry, rank: int = 0) -> Path | None:
 
 
 def tail(path: Path, lines: int = 8) -> list[str]:
-    """Return the last lines of a file that say something; none where it cannot be read."""
+    """Return the last lines of a file that are not blank; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

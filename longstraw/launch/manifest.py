@@ -1,4 +1,4 @@
-"""``sweep.json``: which jobs lie in a folder and where each was sent.
+"""Read and write ``sweep.json``: which jobs a folder holds and where each was submitted.
 
 Several commands may share the folder (``hydra.run.dir=X/a`` and ``X/b``), so a job is known by its run folder, relative
 to the folder of ``sweep.json``: a copy, or a folder that was moved, names its own jobs.
@@ -23,7 +23,7 @@ MANIFEST = "sweep.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """A job as ``sweep.json`` has it; ``launcher`` is the process that starts it where nothing else does."""
+    """A job in ``sweep.json``; ``launcher`` identifies the process that starts it, for local jobs."""
 
     name: str  # the run folder, relative to ``folder``
     folder: Path
@@ -42,14 +42,14 @@ def read_manifest(folder: Path) -> list[Entry]:
     entries = []
     for entry in read_json(folder / MANIFEST).get("jobs", []):
         name = entry["run_dir"]
-        if os.path.isabs(name):  # as earlier versions wrote it, and as it may be on another machine
+        if os.path.isabs(name):  # written by an earlier version, or on another machine
             name = Path(name).name
         entries.append(Entry(name, folder, entry["num"], entry["executor"], entry.get("job_id"), entry.get("launcher")))
     return entries
 
 
 def find_entry(run_dir: Path) -> Entry:
-    """Return the entry of a job by its run folder; without one the job is taken for one of this machine, alone."""
+    """Return the entry of a job by its run folder; without an entry, one for a single job of this machine."""
     run_dir = run_dir.resolve()
     for folder in list(run_dir.parents)[:-1]:
         for entry in read_manifest(folder):
@@ -61,7 +61,7 @@ def find_entry(run_dir: Path) -> Entry:
 def write_manifest(
     jobs: Sequence[Job], folder: Path, job_ids: Mapping[Path, str], launcher: Mapping[str, Any] | None
 ) -> None:
-    """Enter the jobs into ``sweep.json``; those of other commands that are in it stay.
+    """Add the jobs to ``sweep.json`` and keep those of other commands.
 
     ``job_ids`` are SLURM's, by run folder; ``launcher`` is the process that starts the others.
     """
@@ -81,19 +81,19 @@ def write_manifest(
 
 
 def _entries(folder: Path) -> list[dict[str, Any]]:
-    """Return what ``sweep.json`` holds; a file that is there and cannot be read raises, and is not written anew."""
+    """Return the content of ``sweep.json``; raise if the file exists and cannot be read, so that it is not replaced."""
     try:
         content = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
         return []
-    except ValueError:  # empty, say, after the machine lost power
+    except ValueError:  # for example empty after a power failure
         return []
     return list(content.get("jobs", [])) if isinstance(content, dict) else []
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other commands from writing ``sweep.json`` meanwhile, where the file system knows locks."""
+    """Lock ``sweep.json`` against other commands, if the file system supports locks."""
     with (folder / ".sweep.lock").open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Where a job can run: on this machine, through SLURM, or nowhere that has its hardware. Looks, and starts nothing."""
+"""Decide where a job runs: on this machine, through SLURM, or nowhere if its hardware is missing. Starts nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
+from longstraw.launch.slurm import is_configured
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.runtime.process_info import check_world_size, process_info
 
@@ -22,7 +23,7 @@ class Placement:
 
     mode: str
     executor: str
-    why: str  # for the first line a user reads
+    why: str  # printed when the command starts
 
 
 def resolve(config: RunConfig) -> Placement:
@@ -37,7 +38,7 @@ def resolve(config: RunConfig) -> Placement:
 
 
 def _single_rank_placement(config: RunConfig, placement: Placement) -> Placement:
-    """Return where one process plays a rank of the job's hardware: here."""
+    """Return the placement of ``simulate`` and ``emulate``: one process on this machine."""
     name = f"hardware={config.hardware.name}"
     if process_info().world_size > 1:
         raise ConfigError(f"mode={config.mode} is one process, whatever the ranks: start it without torchrun or srun")
@@ -49,12 +50,12 @@ def _single_rank_placement(config: RunConfig, placement: Placement) -> Placement
     if config.mode == "simulate":
         return Placement("simulate", "local", f"{name} is not touched")
     if config.hardware.backend == "cuda" and not visible_gpus():
-        raise ConfigError(f"mode=emulate plays a rank of {name} on one GPU, and none is visible here; {NEEDS_NONE}")
+        raise ConfigError(f"mode=emulate runs a rank of {name} on one GPU, and no GPU is visible here; {NEEDS_NONE}")
     return Placement("emulate", "local", f"rank {config.simulation.rank} of {name}; its values mean nothing")
 
 
 def _check_ranks(config: RunConfig, placement: Placement) -> None:
-    """Raise ``ConfigError`` where the job's ranks cannot be started, or others than its own were."""
+    """Raise ``ConfigError`` if the job's ranks cannot be started, or if torchrun or srun started a wrong number."""
     hardware, me, name = config.hardware, process_info(), f"hardware={config.hardware.name}"
     resolve_dims(config.model, hardware)
     if me.by == "torchrun":
@@ -74,13 +75,13 @@ def _check_ranks(config: RunConfig, placement: Placement) -> None:
 
 
 def find(hardware: HardwareConfig) -> Placement:
-    """Return where ``hardware`` is, looked for here first and then behind ``sbatch``."""
+    """Return where ``hardware`` is: on this machine if it has it, else through SLURM."""
     name = f"hardware={hardware.name}"
     if (me := process_info()).by == "torchrun":
         return Placement(
             "run", "local", f"{me.world_size} rank{'s' * (me.world_size > 1)} that torchrun started ({name})"
         )
-    sbatch = shutil.which("sbatch") is not None and hardware.partition is not None
+    sbatch = hardware.partition is not None and shutil.which("sbatch") is not None and is_configured()
     if "SLURM_JOB_ID" in os.environ:
         return Placement("run", "local", f"inside SLURM job {os.environ['SLURM_JOB_ID']}")
     if hardware.backend == "cpu":
@@ -93,7 +94,9 @@ def find(hardware: HardwareConfig) -> Placement:
         return Placement("run", "local", f"on {wanted} GPU{'s' * (wanted > 1)} of this machine ({name})")
     if sbatch:
         return Placement("run", "slurm", f"through SLURM, partition {hardware.partition} ({name})")
-    lacks = "sbatch is not on PATH" if hardware.partition is not None else "hardware.partition names no SLURM partition"
+    lacks = "hardware.partition names no SLURM partition"
+    if hardware.partition is not None:
+        lacks = "sbatch is not on PATH" if shutil.which("sbatch") is None else "SLURM's commands know no cluster"
     shape = (
         f"{hardware.nodes} nodes with {hardware.gpus_per_node} GPUs each"
         if hardware.nodes > 1
@@ -108,7 +111,7 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     ``CUDA_VISIBLE_DEVICES`` narrows what the driver offers; an empty one hides all.
     """
     present = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
-    if not present and shutil.which("nvidia-smi"):  # where the driver lives elsewhere, as under WSL
+    if not present and shutil.which("nvidia-smi"):  # the driver is elsewhere, as under WSL
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
         present = [str(i) for i, line in enumerate(listing.stdout.splitlines()) if line.startswith("GPU ")]
     named = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Write how a job ended: its ``result.json``, and the last record of a job that could not write it itself."""
+"""Write how a job ended: ``result.json``, and the last record if the job could not write it itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from longstraw.tracking.schema import RecordError
 def record_failure(
     folder: Path, status: str, reason: str, attempt: int | None = None, failed_rank: int | None = None
 ) -> None:
-    """See to it that the records of a job that ended badly say so, and write its ``result.json``.
+    """Record that a job failed, unless its own records say so already, and write its ``result.json``.
 
-    For the job itself and, once it is dead, for the launcher. A line the job wrote itself is left alone, unless it is
-    of an attempt before ``attempt``. Once a later one has begun nothing is written.
+    Called by the job itself or, if it was killed, by the launcher. Rows of attempts before ``attempt`` do not count as
+    the job's own. Writes nothing once a later attempt has begun.
     """
     if attempt is not None and (latest_attempt(folder) or 0) > attempt:
         return
@@ -32,7 +32,7 @@ def record_failure(
     if row is None or earlier or row.get("status") == "ok":
         try:
             append_row(folder, _failure(folder, row or {}, status, reason, failed_rank), attempt)
-        except (RecordError, OSError) as error:  # a full disk must not hide what went wrong before
+        except (RecordError, OSError) as error:  # a full disk must not hide the first error
             print(f"longstraw: {error}", file=sys.stderr)
     else:
         known = row.get("error") or reason
@@ -46,7 +46,7 @@ def record_failure(
 def _failure(folder: Path, row: dict[str, Any], status: str, reason: str, failed_rank: int | None) -> dict[str, Any]:
     spec = json.loads((folder / "spec.json").read_text())
     constants: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # what they are made with may be what went wrong
+    with contextlib.suppress(Exception):  # collecting them may be what failed
         constants = constant_keys(from_dict(spec["config"]))
     known = {key: row[key] for key in ("commit", "dirty", "versions", "started_at", "device_name") if row.get(key)}
     return {

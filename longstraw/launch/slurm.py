@@ -1,12 +1,13 @@
-"""What SLURM says, asked through its own commands, each with a time limit. Needs no accounting.
+"""Query SLURM through its commands, each with a time limit: states of jobs, limits, test submissions, requeue.
 
-Only commands every site has: ``squeue`` knows a job until some minutes after its end, ``sacct``, where a site keeps
-accounts, for longer. Submission is ``launch.py``'s.
+``squeue`` lists a job until some minutes after its end. ``sacct`` lists it for longer but exists only on sites that
+keep accounts, and is not needed. Jobs are submitted in ``executors.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -15,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ASK_SECONDS = 30  # a command that has not answered by then is taken as not answering
-POLL_SECONDS = 2.0  # between two questions for the states of jobs, however many ask
-FORGET_SECONDS = 60.0  # a job that SLURM has not known for so long is over
-LAG_SECONDS = 10.0  # that a file written on a node may take to be seen here
-OVER = {  # states a job does not leave
+ASK_SECONDS = 30  # time limit of one command
+POLL_SECONDS = 2.0  # between two queries of squeue, for all jobs together
+NOT_CONFIGURED = "Could not establish a configuration source"  # SLURM's message where no cluster is set up
+FORGET_SECONDS = 60.0  # a job that SLURM has not listed for so long is over
+LAG_SECONDS = 10.0  # until a file written on a node is visible here
+OVER = {  # final states
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -36,12 +38,12 @@ FIELDS = "JobArrayID:|,State:|,RestartCnt:|,Reason:|"
 
 
 class SlurmError(RuntimeError):
-    """SLURM refused something or does not answer; the message is its own."""
+    """SLURM refused a command or does not answer; has SLURM's own message."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What SLURM knows of one job. ``state`` is SLURM's name for it, or ``UNKNOWN``."""
+    """What SLURM reports about one job. ``state`` is SLURM's name, or ``UNKNOWN``."""
 
     state: str = "UNKNOWN"
     restarts: int = 0
@@ -53,7 +55,7 @@ class Known:
 
 
 def ask(*command: str, stdin: str | None = None) -> str:
-    """Return what one of SLURM's commands says; raise ``SlurmError`` if it refuses, is missing or does not answer."""
+    """Return the output of a SLURM command; raise ``SlurmError`` if it fails, is missing or does not answer."""
     try:
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=ASK_SECONDS, check=False, errors="replace"
@@ -69,8 +71,21 @@ def ask(*command: str, stdin: str | None = None) -> str:
     return done.stdout
 
 
+@functools.cache
+def is_configured() -> bool:
+    """Return whether this machine belongs to a cluster: SLURM's commands may be installed without one.
+
+    A cluster whose controller does not answer counts: submitting to it says why it fails.
+    """
+    try:
+        ask("sinfo", "--noheader", "--format=%R")
+    except SlurmError as error:
+        return NOT_CONFIGURED not in str(error)
+    return True
+
+
 def _words(text: str) -> str:
-    """Return what a command said, in one line."""
+    """Return a command's output as one line."""
     return "; ".join(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
 
 
@@ -90,7 +105,7 @@ def minutes_allowed(partition: str) -> int | None:
 
 
 def refusal(script: str) -> str:
-    """Return why ``sbatch`` would not take a batch script, its own message; empty if it would."""
+    """Return the message with which ``sbatch`` would refuse a batch script; empty if it would accept it."""
     try:
         ask("sbatch", "--test-only", stdin=script)
     except SlurmError as error:
@@ -99,7 +114,7 @@ def refusal(script: str) -> str:
 
 
 def states() -> dict[str, Known]:
-    """Return what ``squeue`` knows of this user's jobs, by id (``7`` or ``7_0``): pending, running, ended of late."""
+    """Return this user's jobs in ``squeue`` by id (``7`` or ``7_0``): pending, running and recently ended ones."""
     said = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--Format={FIELDS}")
     known = {}
     for line in said.splitlines():
@@ -111,7 +126,7 @@ def states() -> dict[str, Known]:
 
 
 def accounts(ids: Iterable[str]) -> dict[str, Known]:
-    """Return what ``sacct`` knows of the jobs; nothing where the site keeps no accounts."""
+    """Return the jobs in ``sacct`` by id; none if the site keeps no accounts."""
     arrays = sorted({job_id.split("_")[0] for job_id in ids})
     said = ask("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State", "-j", ",".join(arrays))
     rows = [line.split("|") for line in said.splitlines()]
@@ -120,16 +135,16 @@ def accounts(ids: Iterable[str]) -> dict[str, Known]:
 
 @dataclass
 class Queue:
-    """The states of many jobs, asked for all at once and not too often."""
+    """The states of many jobs, from one query every ``POLL_SECONDS``."""
 
-    trouble: str = ""  # why SLURM does not answer, if it does not
+    trouble: str = ""  # SLURM's last error, empty if it answers
     _known: dict[str, Known] = field(default_factory=dict)
     _asked: float = -1e9
     _seen: dict[str, float] = field(default_factory=dict)  # when a job was last known, or first asked for
     _over: dict[str, float] = field(default_factory=dict)  # when it was first known to be over
 
     def look(self, job_id: str) -> Known:
-        """Return what is known of a job. One that SLURM has forgotten is ``UNKNOWN``; see ``forgotten``."""
+        """Return the state of a job; ``UNKNOWN`` if SLURM no longer lists it (see ``forgotten``)."""
         now = time.monotonic()
         self._seen.setdefault(job_id, now)
         if now - self._asked >= POLL_SECONDS:
@@ -138,7 +153,7 @@ class Queue:
         return self._known.get(job_id, Known())
 
     def forgotten(self, job_id: str) -> bool:
-        """Return whether SLURM answers and has not known this job for a while: then it is long over."""
+        """Return whether SLURM answers and has not listed the job for ``FORGET_SECONDS``: then it is over."""
         return not self.trouble and time.monotonic() - self._seen.get(job_id, time.monotonic()) > FORGET_SECONDS
 
     def over_for(self, job_id: str) -> float:
@@ -149,12 +164,12 @@ class Queue:
         try:
             found = states()
             self.trouble = ""
-        except SlurmError as error:  # its controller may be restarting: the jobs run on, what was known still holds
+        except SlurmError as error:  # the controller may be restarting while jobs go on: keep the last states
             self.trouble = str(error)
             return
         lost = [job_id for job_id in self._seen if job_id not in found and not self._known.get(job_id, Known()).over]
         if lost:
-            with contextlib.suppress(SlurmError):  # not every site keeps accounts
+            with contextlib.suppress(SlurmError):  # only some sites keep accounts
                 found = {**accounts(lost), **found}
         self._known |= found
         now = time.monotonic()
@@ -172,7 +187,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that SLURM has. Asked like submitit's own handles, which need accounting to learn that a job died."""
+    """A submitted job, with the interface of submitit's handles, which need accounting to see that a job died."""
 
     job_id: str
     paths: Any  # submitit's, of rank 0
@@ -185,18 +200,18 @@ class Submitted:
 
     @property
     def state(self) -> str:
-        """What ``launch`` shows: ``PENDING`` for all that waits, else SLURM's own name."""
+        """The state to show: ``PENDING`` for any waiting job, else SLURM's own name."""
         state = self.known.state
         return "PENDING" if state in WAITING else state
 
     def done(self) -> bool:
-        """Return whether the job is over; without its result only after a while, for a shared file system lags."""
+        """Return whether the job is over; without its result only after a delay, as shared file systems lag."""
         if not self.known.over:
             return self.queue.forgotten(self.job_id)
         return self.has_result() or self.queue.over_for(self.job_id) > LAG_SECONDS
 
     def note(self) -> str:
-        """Return what somebody who waits should know: why the job is pending, or that SLURM does not answer."""
+        """Return a remark for the user: why the job is pending, or that SLURM does not answer."""
         known = self.known
         if self.queue.trouble:
             return f"SLURM does not answer ({self.queue.trouble}); the job goes on"
@@ -223,7 +238,7 @@ ADVICE = {
 
 
 def advice(reason: str) -> str:
-    """Return SLURM's reason for a job's waiting, with what it means where that is not plain."""
+    """Return SLURM's reason why a job waits, with an explanation of the less clear ones."""
     meaning = ADVICE.get(reason)
     if meaning is None:
         return reason
@@ -231,14 +246,14 @@ def advice(reason: str) -> str:
 
 
 def own_id(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of the SLURM job this process belongs to, with its place in the array; ``None`` outside."""
+    """Return this process's SLURM job id, with the index in its array; ``None`` outside of SLURM."""
     if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment.get("SLURM_JOB_ID")
 
 
 def requeue(job_id: str) -> bool:
-    """Put the running job back into the queue; return whether that was done. A cancelled job is left to end."""
+    """Put the running job back into the queue; return whether that was done. A cancelled job is not requeued."""
     known = states().get(job_id)
     if known is not None and known.state != "RUNNING":
         return False

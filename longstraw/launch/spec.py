@@ -1,6 +1,6 @@
 """A job before it runs: composed (``Draft``), then checked and frozen to ``spec.json`` (``Job``).
 
-A run folder belongs to one job for ever: whether it is free is asked before anything is written there.
+A run folder is never given to a second job: whether it is free is checked before anything is written there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN_ID_NAME = 40  # characters of a folder's name in a run id; W&B takes ids of 
 
 @dataclass(frozen=True)
 class Draft:
-    """A job as composed; ``error`` says why it cannot be one."""
+    """A composed job; ``error`` says why it is invalid, if it is."""
 
     num: int
     overrides: list[str]
@@ -46,7 +46,7 @@ class Job:
 
 
 def draft(num: int, overrides: list[str], run_dir: Path, composed: Any) -> Draft:
-    """Return the job that Hydra composed, or what is wrong with it."""
+    """Return the draft of a job that Hydra composed, with its error if it is invalid."""
     try:
         return Draft(num, overrides, run_dir, from_composed(composed))
     except (ConfigError, OSError) as error:
@@ -54,15 +54,15 @@ def draft(num: int, overrides: list[str], run_dir: Path, composed: Any) -> Draft
 
 
 def new_run_id(name: str) -> str:
-    """Return an id that no other command gets, which begins with ``name`` as far as W&B's ids allow its characters."""
+    """Return a unique id that begins with ``name``, less the characters that W&B does not allow in ids."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:RUN_ID_NAME].strip(".")
     return f"{plain}-{secrets.token_hex(8)}"
 
 
 def belongs_to_folder(run_dir: Path, config: RunConfig) -> bool:
-    """Return whether ``run_dir`` holds this very job, which SLURM started again; ``False``: it is free.
+    """Return ``True`` if ``run_dir`` holds this job and SLURM restarted it, ``False`` if the folder is free.
 
-    Raises ``ConfigError`` where it holds another run, or the same one that was not started again. Writes nothing.
+    Raises ``ConfigError`` if it holds any other run. Writes nothing.
     """
     spec, attempt = read_json(run_dir / SPEC), latest_attempt(run_dir)
     held = [name for name in (SPEC, "records.jsonl", "result.json", "checkpoints") if (run_dir / name).exists()]
@@ -82,7 +82,7 @@ def belongs_to_folder(run_dir: Path, config: RunConfig) -> bool:
 
 
 def freeze(run_dir: Path, spec: dict[str, Any]) -> None:
-    """Write ``spec.json``; raise ``ConfigError`` where another command did since the folder was found free."""
+    """Write ``spec.json``; raise ``ConfigError`` if another command has written one since the folder was checked."""
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         with (run_dir / SPEC).open("x") as file:

@@ -1,6 +1,6 @@
-"""Run one job where its hardware is, from its frozen ``spec.json`` to its records.
+"""Run one job, in each of its processes, from its frozen ``spec.json`` to its records.
 
-Submitted by reference, so nothing but a path is pickled and what was typed is what runs, also after a requeue.
+submitit pickles only the path of the run folder, so the frozen configuration is what runs, also after a requeue.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longstraw.config import HardwareConfig, RunConfig, from_dict
-from longstraw.errors import RankLostError, describe, status_of
+from longstraw.errors import RankLostError, TooLargeError, describe, status_of
 from longstraw.launch.result import record_failure, write_result
 from longstraw.launch.slurm import SlurmError, own_id, requeue
 from longstraw.runtime.failure_files import failure_fields, ranks_folder, write_failure
+from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.preemption import Preempted, Stop, Superseded
 from longstraw.runtime.process_info import check_world_size, folder_identity, process_identity, process_info, threads
 from longstraw.tracking.recorder import RunIdentity
@@ -33,15 +34,17 @@ from longstraw.tracking.schema import RecordError, latest_attempt, records_path
 if TYPE_CHECKING:
     from longstraw.runtime.rendezvous import Ranks
 
-LEAVE_SECONDS = 60  # that SLURM may take to end a job that went back into the queue
+log = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 60  # for SLURM to end a job that was requeued
 
 
 def execute(run_dir: str | Path) -> int | None:
     """Run the job that ``run_dir/spec.json`` describes and write ``result.json``; raise what the job raised.
 
     Returns the number of the signal that ended it before its last step, if one did. Every rank of a job calls this.
-    Whatever happens to the job, its records have a line that says so; rank 0 writes it, or, once that one is lost,
-    another. Each rank that fails writes its reason, and each has a log of its own.
+    The last record says how the job ended; rank 0 writes it or, if rank 0 is lost, another rank. Each rank that fails
+    writes its reason to a file, and each rank has its own log.
     """
     folder = Path(run_dir)
     try:
@@ -50,7 +53,7 @@ def execute(run_dir: str | Path) -> int | None:
     except KeyboardInterrupt:
         if process_info().by != "local":
             raise
-        raise SystemExit(128 + signal.SIGINT) from None  # the launcher, which was interrupted too, writes the record
+        raise SystemExit(128 + signal.SIGINT) from None  # the launcher was interrupted too and writes the record
     if stopped is None:
         return None
     if rank() == 0:
@@ -59,21 +62,21 @@ def execute(run_dir: str | Path) -> int | None:
 
 
 def _note_signals() -> contextlib.AbstractContextManager[Any]:
-    """Note a signal that comes before the loop listens, or after: submitit would ignore it, or end the job with it.
+    """Note signals that come before or after the loop handles them, which submitit would ignore or die of.
 
-    Loading the loop and the ranks' meeting take longer than many a site waits. A job that a user started in a terminal
+    Importing torch and connecting the ranks can take longer than a site waits. A job that a user started in a terminal
     ends at once instead.
     """
     return Stop().listening() if process_info().by in ("slurm", "local") else contextlib.nullcontext()
 
 
 def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
-    """Run a job; return why it stopped before its end, if it did, its configuration and the seconds it took."""
+    """Run a job; return why it stopped early (or None), its configuration and the seconds it took."""
     spec = json.loads((folder / "spec.json").read_text())
     attempt = spec.get("first_attempt", 0) + int(os.environ.get("SLURM_RESTART_COUNT", 0))
     _check_attempt(folder, attempt)
     if rank() == 0:
-        with contextlib.suppress(OSError):  # whatever is wrong with the folder is said below
+        with contextlib.suppress(OSError):  # errors of the folder are raised below
             (folder / "result.json").unlink(missing_ok=True)  # an earlier attempt's
             process = {"attempt": attempt, "folder": folder_identity(folder), **process_identity()}
             write_json(folder / "process.json", process)
@@ -81,16 +84,19 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     try:
         config = from_dict(spec["config"])
         _prepare_process()
+        refusal = _predict(config) if rank() == 0 else None
         run_job = _loop(config.mode)
         identity = RunIdentity(spec["run_id"], attempt, spec["sweep"], spec["command"], spec["overrides"])
         with _connected(config.processes, folder, attempt) as ranks:
+            if refusal is not None:
+                raise TooLargeError(refusal)
             several = () if ranks is None else (ranks,)
             stopped = run_job(config, folder, identity, *several)
     except Superseded:
         raise
     except Exception as error:
         if rank() == 0 or claim_failover(folder, attempt, error):
-            with contextlib.suppress(OSError):  # a full disk, for one: what it led to is what the user must read
+            with contextlib.suppress(OSError):  # such as a full disk, whose consequence is the error the user needs
                 (folder / "error.txt").write_text(traceback.format_exc())
             record_failure(folder, status_of(error), describe(error), attempt, failed_rank(error))
         if process_info().world_size > 1:
@@ -105,10 +111,10 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
 
 
 def _check_attempt(folder: Path, attempt: int) -> None:
-    """Raise where this attempt has been made, or a later one: what they wrote must stay as it is."""
+    """Raise if this attempt or a later one has already begun: their records must not be changed."""
     latest = latest_attempt(folder)
     if latest is not None and latest > attempt:
-        raise Superseded(f"attempt {latest} of this job has begun; attempt {attempt} ends and leaves everything to it")
+        raise Superseded(f"attempt {latest} of this job has begun, so attempt {attempt} ends and writes nothing")
     path = records_path(folder, attempt)
     if rank() == 0 and path.exists() and path.stat().st_size:
         error = RecordError(
@@ -122,13 +128,13 @@ def _check_attempt(folder: Path, attempt: int) -> None:
 
 
 def _loop(mode: str) -> Callable[..., Preempted | None]:
-    """Return what takes a job's steps, or simulates them; imports torch."""
+    """Return the function that runs, simulates or emulates a job's steps; imports torch."""
     if mode == "simulate":
-        from longstraw.simulation.simulate import simulate_job
+        from longstraw.simulation.jobs import simulate_job
 
         return simulate_job
     if mode == "emulate":
-        from longstraw.simulation.emulate import emulate_job
+        from longstraw.simulation.jobs import emulate_job
 
         return emulate_job
     from longstraw.training.loop import run_job
@@ -136,8 +142,27 @@ def _loop(mode: str) -> Callable[..., Preempted | None]:
     return run_job
 
 
+def _predict(config: RunConfig) -> str | None:
+    """Predict what the job's rows compare their counts with; return why it cannot fit this machine, if it cannot.
+
+    A prediction that fails is no reason not to run: what is predicted is null then. Nor is one made of a job on
+    processors that is far too small to matter, unless it is known already: a count takes seconds.
+    """
+    from longstraw.memory.fit import fits_easily, predicted, too_large_here  # here: what asks for less starts sooner
+
+    try:
+        limits, ranks = memory_limits(), process_info().local_world_size
+        if config.mode == "run" and fits_easily(config, limits, ranks):
+            return None
+        predicted(config)
+        return None if config.mode != "run" else too_large_here(config, limits, ranks)
+    except Exception as error:
+        log.warning("memory cannot be predicted: %s", describe(error))
+        return None
+
+
 def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:
-    """Go back into SLURM's queue, unless this job would never get further; raise what stopped it where it may not."""
+    """Requeue the job, unless it would never get further; raise ``stopped`` if it may not be requeued."""
     job_id, limit = own_id(), 60 * config.hardware.time_min
     if job_id is None or not config.checkpoint.requeue:
         return
@@ -151,28 +176,28 @@ def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it, and SLURM would wait before it kills
         if requeue(job_id):
-            time.sleep(LEAVE_SECONDS)  # SLURM ends us: a job that ends by itself is not started again
+            time.sleep(LEAVE_SECONDS)  # wait to be ended: SLURM does not restart a job that ends by itself
     except SlurmError as error:
         print(f"longstraw: SLURM does not take the job back: {error}", file=sys.stderr)
 
 
 def rank() -> int:
-    """Return this process's rank as submitit, SLURM or torchrun tell it; 0 without any."""
+    """Return this process's rank according to submitit, SLURM or torchrun; 0 without any of them."""
     return process_info().rank
 
 
 def failed_rank(error: BaseException) -> int:
-    """Return the rank that an exception is to be blamed on."""
+    """Return the rank that caused an exception."""
     return error.rank if isinstance(error, RankLostError) else rank()
 
 
 def _prepare_process() -> None:
-    """Set what torch reads when it is loaded."""
+    """Set the environment variables that torch reads when it is imported."""
     # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if process_info().world_size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads(process_info())))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is a page of C++ frames otherwise
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise a lost rank prints a page of C++ frames
 
 
 @contextlib.contextmanager
@@ -184,19 +209,19 @@ def _connected(hardware: HardwareConfig, folder: Path, attempt: int) -> Iterator
         return
     from longstraw.runtime.rendezvous import connect
 
-    def last_word(lost: RankLostError) -> None:
+    def before_exit(lost: RankLostError) -> None:
         if rank() == 0 or claim_failover(folder, attempt, lost):
             record_failure(folder, status_of(lost), describe(lost), attempt, lost.rank)
 
     own = ranks_folder(folder, attempt)
     own.mkdir(parents=True, exist_ok=True)
-    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, last_word=last_word) as ranks:
+    with _logged(own / f"{rank()}.log"), connect(hardware, folder, attempt, before_exit=before_exit) as ranks:
         yield ranks
 
 
 @contextlib.contextmanager
 def _logged(path: Path) -> Iterator[None]:
-    """Keep what this rank logs, and what ends it, in a file of its own."""
+    """Write this rank's log messages, and the exception that ends it, to its own file."""
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -212,7 +237,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def claim_failover(folder: Path, attempt: int, error: BaseException) -> bool:
-    """Return whether this rank writes in place of rank 0, which is lost: the first to ask does."""
+    """Return whether this rank writes the record in place of the lost rank 0: the first rank to call this does."""
     if not isinstance(error, RankLostError) or error.rank != 0:
         return False
     ranks = ranks_folder(folder, attempt)

@@ -1,4 +1,4 @@
-"""Full attention with grouped queries and rotary embedding; with biases, q/k norm, output gate as a family has them.
+"""Full attention with grouped queries and rotary embedding; biases, q/k norm and output gate depend on the family.
 
 T positions, d model width, H query heads, N key/value heads, D head width.
 """
@@ -25,7 +25,7 @@ Norm = Callable[[int, float], nn.Module]  # from width and eps
 
 
 class AttentionSizes(Protocol):
-    """What a family's configuration says for its attention."""
+    """The fields of a family's configuration that attention reads."""
 
     hidden_size: int
     rms_norm_eps: float
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
     q_norm: nn.Module
     k_norm: nn.Module
-    gates = False  # whether q_proj makes an output gate too
+    gates = False  # whether q_proj also computes an output gate
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
     ):
-        """``norm`` makes the norms of queries and keys; None: they have none."""
+        """``norm`` creates the norms of queries and keys; None: no norms."""
         super().__init__()
         assert config.num_key_value_heads is not None
         assert config.head_dim is not None
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return {"key": key, "value": self.v_proj(x).unflatten(-1, (self.kv_heads, -1))}
 
     def flops(self, start: int, end: int, state_only: bool) -> int:
-        """Return the operations of positions [start, end) on all before them."""
+        """Return the FLOPs of positions [start, end), which attend to all before them."""
         if state_only:
             return (end - start) * weight_flops(self.k_proj, self.v_proj)
         return (end - start) * weight_flops(self) + 4 * self.heads * self.head_dim * pairs(start, end)
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class GatedAttention(Attention):
-    """``Attention`` with zero-centred norms of queries and keys whose output is gated; ``q_proj`` makes both."""
+    """``Attention`` with zero-centred q/k norms and a gated output; ``q_proj`` computes query and gate."""
 
     gates = True  # [query | gate] a head
 

@@ -59,29 +59,29 @@ class GatedDeltaNet(nn.Module):
     def new_state(
         self, positions: int, *, grad_from: int | None, dtype: torch.dtype, storage: RowStorage = DEFAULT_STORAGE
     ) -> Carried:
-        """``positions`` and ``storage`` do not matter: the state has one size, and no rows."""
-        weight, ranks = self.in_proj_qkv.weight, self.ops.context.ranks
+        """Return an empty state; ``positions`` and ``storage`` are ignored, because its size is fixed."""
+        weight, share = self.in_proj_qkv.weight, self.ops.context.share
         inner = torch.promote_types(weight.dtype, torch.float32)
-        shape = (self.value_heads // ranks, self.key_dim, self.value_dim)
+        shape = (share(self.value_heads), self.key_dim, self.value_dim)
         recurrent = torch.zeros(shape, dtype=inner, device=weight.device)
-        tail = torch.zeros(self.taps - 1, sum(self.widths) // ranks, dtype=dtype, device=weight.device)
+        tail = torch.zeros(self.taps - 1, share(sum(self.widths)), dtype=dtype, device=weight.device)
         return Carried({"recurrent": recurrent, "tail": tail}, grad_from=grad_from)
 
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
         """Return the output [T, d] of ``x`` [T, d] and the state after these positions.
 
-        Between the two exchanges every position of the chunk is here, for this process's own heads. Of branches
-        there is one position each, [n, d], and a state each, [n, B, K, V] and [n, W-1, C].
+        Between the two exchanges this process has every position of the chunk, for its own heads. Of branches
+        it has one position each, [n, d], and a state each, [n, B, K, V] and [n, W-1, C].
         """
         one = isinstance(past, BranchPast)
         convolve, scan = (causal_conv_step, gated_delta_step) if one else (self.ops.conv, self.ops.delta)
         context, chunk = self.ops.context, past.chunk
         projected = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         mixed, beta, step = context.to_heads(projected, [self.channels, self.scalars, self.scalars], chunk)
-        del projected  # without a graph, nothing else holds them
+        del projected  # without a graph this frees them
         weight = context.own_heads(self.conv1d.weight.squeeze(1), self.channels)
         mixed, tail = convolve(mixed, weight, past["tail"])
-        widths = [width // context.ranks for width in self.widths]
+        widths = [context.share(width) for width in self.widths]
         q, k, v = (
             part.unflatten(-1, (-1, width))
             for part, (_, width) in zip(mixed.split(widths, -1), self.channels, strict=True)
@@ -100,7 +100,7 @@ class GatedDeltaNet(nn.Module):
         return self.forward(x, past)[1]
 
     def flops(self, start: int, end: int, state_only: bool) -> int:
-        """Return the operations of positions [start, end), of which the state needs all; C positions an inner chunk.
+        """Return the FLOPs of positions [start, end), all of which the state needs; C positions an inner chunk.
 
         Of the gated delta rule in chunked form, by key heads k k^T and q k^T; by value heads the triangular solve of
         K + V columns (half of the square), states read by keys and by queries, what a chunk adds of its own values, and

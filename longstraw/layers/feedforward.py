@@ -1,4 +1,4 @@
-"""Feed-forward layers.
+"""Feed-forward layers: SwiGLU, and a mixture of SwiGLU experts with its router.
 
 T tokens, d model width, E experts, I inner width of an expert.
 """
@@ -31,12 +31,12 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def flops(self, count: int) -> int:
-        """Return the operations of ``count`` tokens."""
+        """Return the FLOPs of ``count`` tokens."""
         return count * weight_flops(self)
 
 
 class Router(nn.Module):
-    """Scores experts; ``e_score_correction_bias`` takes part in the choice only and is no parameter."""
+    """Choose experts by score; ``e_score_correction_bias`` affects only the choice and is a buffer."""
 
     e_score_correction_bias: Tensor
 
@@ -83,7 +83,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A few routed experts a token and one that every token sees."""
+    """A few routed experts a token and one shared expert for every token."""
 
     def __init__(self, config: Glm52Config, ops: Ops):
         super().__init__()
@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
         return self.experts(x, *self.gate(x)) + self.shared_experts(x)
 
     def flops(self, count: int) -> int:
-        """Return the operations of ``count`` tokens: of the experts, as many as a token goes to."""
+        """Return the FLOPs of ``count`` tokens, with as many experts as a token is routed to."""
         stacks = [self.experts.gate_up_proj.shape, self.experts.down_proj.shape]
         routed = 2 * self.gate.config.num_experts_per_tok * sum(prod(shape[1:]) for shape in stacks)
         return count * (weight_flops(self) + routed)

@@ -1,7 +1,7 @@
 """Multi-head latent attention over rows that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556; GLM-5.2).
 
 The up-projection of keys and values is absorbed into queries and outputs, so that every head reads the retained latents
-as they are. Some layers have an indexer; the others attend to the rows that the layer before them did.
+as they are. Some layers have an indexer; the others attend to the same rows as the layer before.
 
 T positions, P retained ones, d model width, H heads, N width of a head without rotary part, R with, V of its values,
 C latent width, I index heads, D index width, K chosen rows a query.
@@ -34,7 +34,7 @@ class Indexer(nn.Module):
         self.heads, self.head_dim = config.index_n_heads, config.index_head_dim
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden_size, self.head_dim, bias=False)
-        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)  # published as such, whatever the other norms have
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=1e-6)  # the published value, unlike the other norms
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
         self.requires_grad_(False)
 
@@ -42,7 +42,7 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, q_latent: Tensor, key: Tensor, past: Past, angles: Angles) -> Tensor:
         """Return the rows over (past | new) that each position of ``x`` [T, d] attends to: int32 [T, K], -1 for none.
 
-        ``q_latent`` is the layer's compressed query; ``key`` [T, D] is what ``keys`` made of ``x``.
+        ``q_latent`` is the layer's compressed query; ``key`` [T, D] is ``keys(x)``.
         """
         query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
         inner = torch.promote_types(x.dtype, torch.float32)
@@ -55,7 +55,7 @@ class Indexer(nn.Module):
         return angles.turn(self.k_norm(self.wk(x)).unsqueeze(1)).squeeze(1)
 
     def flops(self, start: int, end: int, state_only: bool) -> int:
-        """Return the operations of scoring all before positions [start, end), and themselves; projections included."""
+        """Return the FLOPs of scoring positions [start, end) against all up to themselves, projections included."""
         if state_only:
             return (end - start) * weight_flops(self.wk)
         return (end - start) * weight_flops(self) + 2 * self.heads * (self.head_dim + 1) * pairs(start, end)
@@ -113,7 +113,9 @@ class LatentAttention(nn.Module):
         if self.indexer is not None:
             rows = self.indexer(x, q_latent, update["index_key"], past, angles)
         if rows is None:
-            raise ValueError("a layer without an indexer was handed no rows; the first layer needs an indexer")
+            raise ValueError(
+                "a layer without an indexer got no rows from the layer before; the first layer needs an indexer"
+            )
         up = effective_weight(self.kv_b_proj).unflatten(0, (self.heads, -1))
         key_up, value_up = up.split([self.widths[0], self.config.v_head_dim], 1)
         plain, turned = self.q_b_proj(q_latent).unflatten(-1, (self.heads, -1)).split(self.widths, -1)
@@ -132,7 +134,7 @@ class LatentAttention(nn.Module):
         return rows if self.indexer is None else {**rows, "index_key": self.indexer.keys(x, angles)}
 
     def flops(self, start: int, end: int, state_only: bool) -> int:
-        """Return the operations of positions [start, end); absorbed, ``kv_b_proj`` costs what it would as a product."""
+        """Return the FLOPs of positions [start, end); the absorbed ``kv_b_proj`` counts as a product of its size."""
         index = 0 if self.indexer is None else self.indexer.flops(start, end, state_only)
         if state_only:
             return index + (end - start) * weight_flops(self.kv_a_proj_with_mqa)
@@ -169,7 +171,7 @@ class LatentAttention(nn.Module):
         return [("attention to chosen rows", inputs, run)]
 
     def _chosen(self, start: int, end: int) -> int:
-        """Return how many rows positions [start, end) attend to: all up to the number that is chosen."""
+        """Return how many rows positions [start, end) attend to, at most K each."""
         most = self.config.index_topk
         few = pairs(min(start, most), min(end, most))
         return few + most * (max(end, most) - max(start, most))
@@ -188,5 +190,5 @@ class Angles:
         self.scale = scaling.attention
 
     def turn(self, x: Tensor) -> Tensor:
-        """Turn the first dimensions of ``x`` [T, H, .]; the others pass."""
+        """Rotate the first dimensions of ``x`` [T, H, .]; the others stay."""
         return rotate_pairs(x, self.angles, self.scale)

@@ -1,4 +1,4 @@
-"""The weight that a module applies, for layers that read it instead of calling the module."""
+"""The weight of a module with its low-rank adapter added, for layers that read weights instead of calling modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def effective_weight(module: Any) -> Tensor:
-    """Return the weight of ``module``, low-rank adapters that are switched on included: W + scaling B A.
+    """Return the weight of ``module``, including active low-rank adapters: W + scaling B A.
 
     Differentiable in all three. The sum has the wider of the two dtypes: rounded to a bfloat16 W, a small B A would
     vanish. ``module`` is a plain module with a ``weight``, or PEFT's wrapping of one, known by its attributes.

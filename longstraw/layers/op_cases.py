@@ -1,4 +1,4 @@
-"""What a layer kind gives the self-check: inputs at its own widths, and what an implementation makes of them.
+"""Test cases that layers give the self-check: random inputs at their own widths, and the operation to compare.
 
 A layer class with operations of its own has a method ``op_cases(draw, positions, rows)``; see ``longstraw.selfcheck``.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from longstraw.ops import Ops
 from longstraw.state import Tensors
 
-Case = tuple[str, Tensors, Callable[[Ops, Tensors], Tensors]]  # name, inputs, what an implementation makes of them
+Case = tuple[str, Tensors, Callable[[Ops, Tensors], Tensors]]  # name, inputs, the operation under an implementation
 
 
 class Draw:

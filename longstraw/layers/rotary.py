@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split (dimension i turns with i + width/2) or in pairs (2i with 2i + 1)."""
+"""Rotary position embedding, half-split (dimension i is rotated with i + width/2) or in pairs (2i with 2i + 1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    """Turn the first dimensions of ``x`` [T, H, D] by ``angles`` [T, width/2], times ``scale``; the others pass."""
+    """Rotate the first dimensions of ``x`` [T, H, D] by ``angles`` [T, width/2], times ``scale``; the others stay."""
     half = angles.shape[-1]
     cos, sin = ((f * scale).to(x.dtype).unsqueeze(1) for f in (angles.cos(), angles.sin()))
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
@@ -31,9 +31,9 @@ def rotate(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
-    """Turn as ``rotate`` does, but dimension 2i with 2i + 1; the result stands half-split, as transformers leaves it.
+    """Rotate dimension 2i with 2i + 1; the result is half-split, as in transformers.
 
-    Queries and keys are permuted alike, which their products do not see.
+    Queries and keys are permuted alike, so their products do not change.
     """
     width = 2 * angles.shape[-1]
     pairs = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -41,7 +41,7 @@ def rotate_pairs(x: Tensor, angles: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _frequencies(width: int, theta: float, scaling: RopeScaling, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the angle a position [width/2]."""
+    """Return the angle per position [width/2]."""
     dimensions = torch.arange(0, width, 2, dtype=torch.int64, device=device).to(dtype)
     period = theta ** (dimensions / width)
     if scaling.factor == 1:

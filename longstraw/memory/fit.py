@@ -1,14 +1,17 @@
-"""Whether a run fits its devices, and what would: predicted bytes against what the hardware has. No torch."""
+"""Whether a run fits its devices, and what would: predicted bytes against what the hardware has.
+
+PyTorch is loaded where something has to be counted first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longstraw.config import ConfigError, HardwareConfig, RunConfig
-from longstraw.memory.estimate import Prediction, is_predicted, layout_of, predict
-from longstraw.memory.estimate.ranks import Layout
+from longstraw.memory.estimate import Prediction, known, steps_to_count
 from longstraw.parallel.parallel_dims import resolve_dims
+from longstraw.runtime.machine_memory import MemoryLimit
 from longstraw.units import GB, format_bytes
 
 MARGIN = 1.016  # a prediction may be that much too high
@@ -32,15 +35,54 @@ def limit_bytes(hardware: HardwareConfig) -> int | None:
 
 
 def too_large(config: RunConfig) -> str | None:
-    """Return why a run cannot fit its devices, with the parts and what would fit; None where it may, or who knows.
+    """Return why a run cannot fit its devices or its nodes, with the parts and what would; None where it may.
 
-    A prediction that is only a little too high is no reason: see ``MARGIN``.
+    A prediction that is only a little too high is no reason: see ``MARGIN``. What the configuration does not say of the
+    memory there is refuses nothing.
     """
-    limit = limit_bytes(config.hardware)
-    if limit is None or not is_predicted(config):
+    hardware, limit = config.hardware, limit_bytes(config.hardware)
+    if limit is None:
         return None
     said = predicted(config)
-    return None if said.peak <= limit * MARGIN else explain(config, "predicted", said.peak, said.verb, said.by_kind)
+    if said.peak > limit * MARGIN:
+        return explain(config, "predicted", said.peak, said.verb, said.by_kind)
+    ranks, host = max(hardware.gpus_per_node, 1), hardware.host_memory_gb
+    if host is None or said.host * ranks <= host * GB * MARGIN:
+        return None
+    text = f"the {ranks} ranks of a node hold {format_bytes(said.host * ranks)} in host memory (predicted)"
+    return f"{text}; hardware.host_memory_gb={host:g} is less; {_what_fits(config)}"
+
+
+def fits_easily(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> bool:
+    """Return whether a run on processors fits the machine that this is by far, so that nothing need be counted."""
+    if config.hardware.backend != "cpu":
+        return False
+    from longstraw.memory.estimate.bound import upper_bound  # here: it loads torch
+
+    here = [limit.left // (ranks if limit.shared else 1) for limit in limits]
+    return upper_bound(config) <= min(here, default=0)
+
+
+def too_large_here(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> str | None:
+    """Return why a run cannot fit the machine that this is, of whose ``limits`` ``ranks`` processes share some.
+
+    On a processor that is all a rank holds; beside a GPU, what it holds in host memory.
+    """
+    said, on_processor = predicted(config), config.hardware.backend == "cpu"
+    needed = said.host + (said.peak if on_processor else 0)
+    for limit in limits:
+        here = max(limit.left, 0) // (ranks if limit.shared else 1)
+        if needed > here * MARGIN:
+            parts = _parts(said.by_kind | {"host": said.host} if on_processor else {"host": said.host})
+            text = (
+                f"a rank holds {format_bytes(needed)} at its peak (predicted, in {said.verb}: {parts}); "
+                f"{limit.name}, {format_bytes(limit.of)}, leaves {format_bytes(here)}"
+            )
+            if not on_processor:
+                return text
+            memory = replace(config.hardware, memory_gb=max(here, 1) / GB, reserve_gb=0.0)
+            return f"{text}; {_what_fits(replace(config, hardware=memory))}"
+    return None
 
 
 def exceeded(config: RunConfig, peak: int, verb: str, by_kind: dict[str, int]) -> dict[str, str]:
@@ -55,19 +97,26 @@ def explain(config: RunConfig, how: str, peak: int, verb: str, by_kind: dict[str
     """Return in one line what does not fit, what it is made of, and what would fit."""
     hardware, limit = config.hardware, limit_bytes(config.hardware) or 0
     reserve = f" less hardware.reserve_gb={hardware.reserve_gb:g}" if hardware.reserve_gb else ""
-    parts = sorted(by_kind.items(), key=lambda part: -part[1])[:SHOWN]
-    text = (
-        f"a rank holds {format_bytes(peak)} at its peak ({how}, in {verb}: "
-        f"{', '.join(f'{kind} {format_bytes(size)}' for kind, size in parts)}); "
-        f"hardware.memory_gb={hardware.memory_gb:g}{reserve} leaves {format_bytes(limit)}"
+    return (
+        f"a rank holds {format_bytes(peak)} at its peak ({how}, in {verb}: {_parts(by_kind)}); "
+        f"hardware.memory_gb={hardware.memory_gb:g}{reserve} leaves {format_bytes(limit)}; {_what_fits(config)}"
     )
-    if not is_predicted(config):
-        return text
-    longest, larger = largest_context(config), smallest_hardware(config)
+
+
+def _parts(by_kind: dict[str, int]) -> str:
+    parts = sorted(by_kind.items(), key=lambda part: -part[1])[:SHOWN]
+    return ", ".join(f"{kind} {format_bytes(size)}" for kind, size in parts)
+
+
+def _what_fits(config: RunConfig) -> str:
+    """Return the largest context that fits and, of GPUs, how many nodes would hold the run as it is."""
+    more = config.hardware.backend != "cpu"
+    longest, larger = largest_context(config), smallest_hardware(config) if more else None
     shorter = longest is not None and longest.context < config.context  # a count may exceed its prediction
     would = [f"context={longest.context}"] if longest is not None and shorter else []
     would += [] if larger is None else [f"hardware.nodes={larger.nodes} ({ranks_text(larger)})"]
-    return f"{text}; {'would fit: ' + ' or '.join(would) if would else 'no context and no number of nodes would fit'}"
+    nothing = "no context and no number of nodes would fit" if more else "no context would fit"
+    return f"would fit: {' or '.join(would)}" if would else nothing
 
 
 def ranks_text(hardware: HardwareConfig) -> str:
@@ -76,17 +125,31 @@ def ranks_text(hardware: HardwareConfig) -> str:
     return f"{hardware.nodes} x {max(hardware.gpus_per_node, 1)} {kind}"
 
 
-def predicted(config: RunConfig, context: int | None = None, layout: Layout | None = None) -> Prediction:
-    """Return what the largest step of a run holds, at another ``context`` if one is given.
+def predicted(config: RunConfig, *, line: bool = False) -> Prediction:
+    """Return what the largest step of a run holds; ``line``: as the line through longer prompts says it.
 
     Where the drift of a shared prompt is measured, a freshly evaluated one stands beside it for that time.
     """
-    prompt = (context or config.context) - config.response_length
-    said = predict(config, prompt_positions=prompt, response_positions=config.response_length, layout=layout)
+    said = known(config, line=line)
+    if said is None:
+        count([config], line=line)
+        said = known(config, line=line)
+        assert said is not None
     if config.refresh_every == 1 or not config.measure_drift:
         return said
     more = said.by_kind["retained"]
     return replace(said, peak=said.peak + more, verb="drift", by_kind=said.by_kind | {"retained": 2 * more})
+
+
+def count(configs: Sequence[RunConfig], *, line: bool = False) -> None:
+    """Count what predictions of ``configs`` need and nobody has counted yet."""
+    missing = [
+        step for config in configs if known(config, line=line) is None for step in steps_to_count(config, line=line)
+    ]
+    if missing:
+        from longstraw.memory.estimate.cut import count_steps  # here: it takes seconds to load
+
+        count_steps(missing)
 
 
 def largest_context(config: RunConfig) -> Fitting | None:
@@ -94,11 +157,11 @@ def largest_context(config: RunConfig) -> Fitting | None:
 
     Memory grows with the context almost as a straight line, on which the next guess lies.
     """
-    layout, least = layout_of(config), config.response_length + STEP
+    least = config.response_length + STEP
 
     def at(context: int) -> Fitting:
         context = context // STEP * STEP
-        prediction = predicted(config, context, layout)
+        prediction = predicted(replace(config, context=context), line=True)
         return Fitting(context, prediction, _load(config.hardware, prediction))
 
     low = at(least + STEP)
@@ -136,15 +199,17 @@ def _crossing(low: Fitting, high: Fitting) -> int:
 def smallest_hardware(config: RunConfig, *, from_one: bool = False) -> HardwareConfig | None:
     """Return the fewest nodes of ``config.hardware``'s kind that hold the run; None where none do.
 
-    ``from_one`` asks for fewer devices than a node has, too.
+    ``from_one`` asks for fewer devices than a node has, too. Ranks share at most all that one holds here, so hardware
+    that would not fit even then is passed over uncounted.
     """
+    here, ranks = _load(config.hardware, predicted(config)), config.hardware.world_size
     for hardware in _larger(config.hardware, from_one):
         bigger = replace(config, hardware=hardware, simulation=replace(config.simulation, rank=0))
         try:
             resolve_dims(config.model, hardware)
         except ConfigError:  # not every number of ranks can share a model
             continue
-        if is_predicted(bigger) and _load(hardware, predicted(bigger)) <= 1:
+        if here * min(ranks / hardware.world_size, 1) <= 1 and _load(hardware, predicted(bigger)) <= 1:
             return hardware
     return None
 

@@ -1,4 +1,4 @@
-"""Models by name, with random weights or from a checkpoint."""
+"""Build models by name, with random weights or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def build_model(
 
     ``model`` is a name in ``conf/model``, of which ``overrides`` change fields, or a configuration. ``device`` None is
     PyTorch's default device, as ``with torch.device(...)`` sets it; on ``meta`` nothing is allocated or drawn.
-    ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA, ``reference`` elsewhere. ``fake`` says
-    that it will see fake tensors alone: then ``cuda`` needs nothing installed.
+    ``backend`` chooses the ops: by default ``cpu`` on a CPU, ``cuda`` on CUDA, ``reference`` elsewhere. With ``fake``
+    the model is for fake tensors only, and ``cuda`` needs nothing installed.
     The same seed gives the same weights in every dtype, up to rounding.
     """
     if overrides and not isinstance(model, str):
-        raise TypeError(f"build_model: a configuration is given, so {', '.join(overrides)} belongs into it")
+        raise TypeError(f"build_model: a configuration is given, so set {', '.join(overrides)} there")
     config = load_model_config(model, **overrides) if isinstance(model, str) else model
     device = torch.get_default_device() if device is None else torch.device(device)
     decoder = _empty(config, device, backend, fake)
     narrow = _dtype(dtype, config)
-    wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as what a router selects by
+    wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as a router's bias
 
     def keep(tensor: Tensor, whole: Tensor) -> Tensor:
         return whole.to(device, narrow if isinstance(tensor, nn.Parameter) else wide)
@@ -58,10 +58,9 @@ def build_model(
 
 
 def draw_weights(decoder: Decoder, *, seed: int, keep: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Draw all weights but adapters' from ``seed``, a module at a time: the whole is never held in float32.
+    """Draw all weights but adapters' from ``seed``, one module at a time, so that only one is held in float32.
 
-    ``keep`` gets a parameter or buffer as it stands and the whole float32 tensor that was drawn for it, and returns
-    what replaces it.
+    ``keep`` gets a parameter or buffer and the whole float32 tensor drawn for it, and returns its replacement.
     """
     family = _family(decoder.config)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -100,19 +99,19 @@ def load_model(
     config: ModelConfig | None = None,
     **overrides: Any,
 ) -> Decoder:
-    """Return the model of a checkpoint folder in transformers' format: ``config.json`` and safetensors.
+    """Return the model of a checkpoint folder in transformers' format, or of a GGUF file.
 
-    ``config`` is by default read from the folder, with ``overrides`` of its fields; ``dtype`` by default what it names.
+    ``config`` is by default read from the folder, with ``overrides`` of its fields; ``dtype`` defaults to the file's.
     """
     if config is None:
         if isinstance(dtype, str):
-            overrides |= {"dtype": dtype}  # whatever the file says, which may be none of ours
+            overrides |= {"dtype": dtype}  # the file may name a dtype that is not supported
         config = read_model_config(folder, **overrides)
     elif overrides:
-        raise TypeError(f"load_model: config is given, so {', '.join(overrides)} belongs into it")
+        raise TypeError(f"load_model: config is given, so set {', '.join(overrides)} there")
     device = torch.get_default_device() if device is None else torch.device(device)
     decoder = _empty(config, device, backend)
-    load_weights(decoder, folder, dtype=_dtype(dtype, config), device=device)
+    load_weights(decoder, config.checkpoint or folder, dtype=_dtype(dtype, config), device=device)
     return decoder
 
 

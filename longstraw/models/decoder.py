@@ -1,4 +1,4 @@
-"""A decoder of pre-norm blocks over a retained past. Modules carry the names of transformers' classes.
+"""A causal decoder of pre-norm blocks that reads a retained past. Modules are named as in transformers' classes.
 
 T positions, d model width, V vocabulary.
 """
@@ -24,7 +24,7 @@ from longstraw.state import DEFAULT_STORAGE, Past, RetainedState, RowStorage, Te
 
 
 class Mixer(Protocol):
-    """What a block asks of its token mixer; see ``layers.attention`` and ``layers.delta``."""
+    """The interface of a block's token mixer; see ``layers.attention`` and ``layers.delta``."""
 
     def __call__(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]: ...
 
@@ -38,7 +38,7 @@ class Mixer(Protocol):
 
 
 class Block(nn.Module):
-    """``x += mixer(norm(x)); x += feedforward(norm(x))``. The subclass names the mixer as its checkpoint does."""
+    """``x += mixer(norm(x)); x += feedforward(norm(x))``. A subclass names the mixer as its checkpoints do."""
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -49,9 +49,9 @@ class Block(nn.Module):
         raise AttributeError(f"{type(self).__name__} names no mixer")
 
     def forward(self, x: Tensor, past: Past, handed: Any, state_only: bool) -> tuple[Tensor | None, Tensors, Any]:
-        """Return the block's output [T, d], what it adds to the state, and what it hands to the next block.
+        """Return the block's output [T, d], its update of the state, and the value it passes to the next block.
 
-        ``handed`` is what the block before handed on. Where only the state is wanted, the other two are None.
+        ``handed`` is the value from the block before. With ``state_only`` the output and the value passed on are None.
         """
         normed = self.input_layernorm(x)
         if state_only:
@@ -61,7 +61,7 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), update, handed
 
     def mix(self, x: Tensor, past: Past, handed: Any) -> tuple[Tensor, Tensors, Any]:
-        """Run the mixer. Overridden where a block reads what it is handed, or hands something on."""
+        """Run the mixer. Overridden by blocks that read ``handed`` or pass a value on."""
         mixed, update = self.mixer(x, past)
         return mixed, update, handed
 
@@ -81,7 +81,7 @@ class Trunk(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """A head that applies the embedding's weight and holds none of its own: one parameter, wherever it is put."""
+    """A head that applies the embedding's weight and has no parameter of its own."""
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()
@@ -104,17 +104,19 @@ def _row_storage(state: StateConfig, device: torch.device) -> RowStorage:
 
 
 class Decoder(nn.Module):
-    """A causal language model that reads its past from outside and stores nothing.
+    """A causal language model that gets the past as an argument and stores nothing between calls.
 
-    With autograd on, every block is checkpointed: its activations are made again in the backward. What one block hands
-    to the next is an input of the next, so each can be made again alone.
+    With autograd on, every block is checkpointed: its activations are recomputed in the backward. The value that one
+    block passes to the next is an input of the next, so each can be recomputed alone.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, blocks: Sequence[Block], norm: nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
         self.split: Callable[[int], Chunk] = whole  # how many positions of a chunk are evaluated here, and which
-        self.agree: Callable[[int], int] = _alone  # how often all must take part, where prompts stand side by side
+        self.agree: Callable[[int], int] = (
+            _alone  # how many passes all ranks take part in, with several prompts at once
+        )
         self.model = Trunk(config, blocks, norm)
         self.lm_head: nn.Linear | TiedHead
         if config.tied_embeddings:
@@ -132,8 +134,8 @@ class Decoder(nn.Module):
         """Return an empty state a layer for ``positions`` prompt positions, evaluated ``chunk`` at a time (None: all).
 
         ``state`` says how rows are kept (None: in the model's dtype, on its device).
-        A gradient can be had for positions from ``grad_from`` on; None: for none. Layers below the first one with a
-        trained parameter keep none: it would reach nothing.
+        Positions from ``grad_from`` on get a gradient; None: none do. Layers below the first trained parameter keep no
+        gradient, because it would reach no parameter.
         """
         dtype = self.lm_head.weight.dtype
         chunk = chunk or max(positions, 1)
@@ -153,10 +155,10 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: Tensor, past: Sequence[Past], state_only: bool = False
     ) -> tuple[Tensor | None, list[Tensors]]:
-        """Return the normed hidden states [t, d] of ``tokens`` [T] and what each layer adds to its state.
+        """Return the normed hidden states [t, d] of ``tokens`` [T] and each layer's update of its state.
 
-        t is T, or the part of it that is evaluated here. With ``state_only`` the hidden states are None, and the last
-        block does no more than its state asks for.
+        t is T, or the number of positions evaluated on this rank. With ``state_only`` the hidden states are None, and
+        the last block computes only its update.
         """
         chunk = self.split(len(tokens))
         x: Tensor | None = self.ops.context.embed(tokens, self.model.embed_tokens.weight, chunk)
@@ -188,17 +190,17 @@ class Decoder(nn.Module):
     def flops(self, start: int, end: int, state_only: bool = False) -> int:
         """Return the operations of all blocks for positions [start, end) on all before them, two a multiply-add.
 
-        With ``state_only`` the last block stops at what its state asks for, as in ``forward``.
+        With ``state_only`` the last block computes only its update, as in ``forward``.
         """
         blocks = self._blocks()
         return sum(block.flops(start, end, state_only and i == len(blocks) - 1) for i, block in enumerate(blocks))
 
     def head_flops(self, count: int) -> int:
-        """Return the operations of the logits of ``count`` positions."""
+        """Return the FLOPs of the logits of ``count`` positions."""
         return 2 * count * self.lm_head.weight.shape.numel()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
-        """Copy everything but the ops, as for a reference policy: Python's modules, of which some are, have no copy."""
+        """Copy all but the ops, for a reference policy: some ops are Python modules, which cannot be copied."""
         memo.update({id(part): part for part in self.ops})
         copied = memo[id(self)] = self.__new__(type(self))
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)

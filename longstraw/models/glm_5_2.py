@@ -20,7 +20,7 @@ from longstraw.state import Past, Tensors
 
 
 class Glm52Block(Block):
-    """One layer. It hands on the rows that its positions attend to, and takes them over where it has no indexer."""
+    """One layer. It passes the rows that its positions attend to on to the next one, which may have no indexer."""
 
     def __init__(self, config: Glm52Config, indexer_type: str, mlp_layer_type: str, ops: Ops):
         super().__init__()
@@ -51,7 +51,7 @@ def build(config: Glm52Config, ops: Ops) -> Decoder:
 
 @torch.no_grad()
 def initialise(module: nn.Module, deviation: float, generator: torch.Generator) -> None:
-    """Draw what ``module`` itself holds: normal matrices, norms at 1, no expert preferred."""
+    """Draw what ``module`` itself holds: normal matrices, norms at 1, router biases at 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         module.weight.normal_(0, deviation, generator=generator)
     elif isinstance(module, RMSNorm | nn.LayerNorm):

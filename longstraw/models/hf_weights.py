@@ -1,52 +1,42 @@
-"""Checkpoints in transformers' format: safetensors in, one tensor at a time, and out again. Nothing unpickles.
+"""Checkpoints in transformers' format, read one tensor at a time. Nothing unpickles. The doorway to safetensors.
 
 Parameters carry transformers' names, so a checkpoint is a stream of names. What a published one writes differently:
 
     model.language_model.X                         model.X, the text model's own class
     mlp.experts.E.{gate,up,down}_proj.weight       slices of mlp.experts.gate_up_proj [E, 2I, d] and down_proj [E, d, I]
+    W and W_scale_inv, a number for each block     W * scale: float8_e4m3fn dequantised while it is read
     mtp.*, model.visual.*, layers past the last    left out; lm_head.weight too where the embedding is the head
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from longstraw.config import ModelConfig
-from longstraw.config.hf_files import INDEX, SINGLE, CheckpointError, first_names, reading, stored_files
-from longstraw.layers.lora_weight import effective_weight
-from longstraw.models.hf_config import to_hf_config
-
-if TYPE_CHECKING:
-    from longstraw.models.decoder import Decoder
+from longstraw.config.hf_files import (
+    SCALE,
+    CheckpointError,
+    find_scales,
+    first_names,
+    read_headers,
+    reading,
+    stored_files,
+)
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 5 * 10**9
-_COMPANIONS = (
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "chat_template*",
-    "generation_config.json",
-)
-_STORED = ("F64", "F32", "F16", "BF16")  # numbers as they stand; all others need scales stored beside them
 _LEFT_OUT = ("mtp.", "model.visual.", "lm_head.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -73,6 +63,7 @@ class _Piece:
     offset: tuple[int, ...]
     shape: tuple[int, ...]  # of the box, as many dimensions as the target
     stored_shape: tuple[int, ...]
+    scale: tuple[str, Path] | None = None  # name and file of what multiplies its blocks
 
 
 def load_weights(
@@ -88,18 +79,27 @@ def load_weights(
     has beyond the model.
     """
     folder = Path(folder)
+    files, headers = stored_files(folder), read_headers(folder)
+    scales = find_scales(folder, headers)
     buffers = {name for name, _ in model.named_buffers()}
     targets = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items() if not _adapter(name)}
     shards: dict[Path, list[_Piece]] = defaultdict(list)
     others = []
-    for stored, shard in stored_files(folder).items():
+    for stored, shard in files.items():
         piece = _piece(stored, targets)
-        if piece is None:
-            others.append(_model_name(stored))
-        else:
-            shards[shard].append(piece)
+        if piece is not None:
+            scale = scales.get(stored)
+            shards[shard].append(piece if scale is None else replace(piece, scale=(scale, files[scale])))
+        elif not stored.endswith(SCALE):
+            others.append(model_name(stored))
     pieces = [piece for shard in shards.values() for piece in shard]
     _refuse_missing(folder, targets, pieces)
+    wide = (p for p in pieces if p.target not in buffers and _narrows(headers[p.stored]["dtype"], dtype))
+    if narrowed := [piece.target for piece in wide]:
+        kept = str(dtype).removeprefix("torch.")
+        log.warning(
+            "%s: %d tensors are wider than %s and are rounded: %s", folder, len(narrowed), kept, first_names(narrowed)
+        )
 
     def whole(name: str, tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         own = torch.promote_types(dtype, torch.float32) if name in buffers else dtype
@@ -117,13 +117,13 @@ def load_weights(
     return _report(folder, len(pieces), others, targets)
 
 
-def _model_name(stored: str) -> str:
+def model_name(stored: str) -> str:
     return re.sub(r"^model\.language_model\.", "model.", stored)
 
 
 def _piece(stored: str, targets: dict[str, Tensor]) -> _Piece | None:
     """Return where a stored tensor goes, or None if the model has no place for it."""
-    name = _model_name(stored)
+    name = model_name(stored)
     if name in targets:
         shape = tuple(targets[name].shape)
         return _Piece(stored, name, (0,) * len(shape), shape, shape)
@@ -140,7 +140,7 @@ def _piece(stored: str, targets: dict[str, Tensor]) -> _Piece | None:
 
 
 def _refuse_missing(folder: Path, targets: dict[str, Tensor], pieces: Iterable[_Piece]) -> None:
-    found = {_model_name(piece.stored) for piece in pieces}
+    found = {model_name(piece.stored) for piece in pieces}
     missing = []
     for name, tensor in targets.items():
         if name not in found:
@@ -167,12 +167,35 @@ def _read(shard: Path, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Any]]:
                 raise CheckpointError(
                     f"{shard}: {piece.stored} is {source.get_shape()}, not {list(piece.stored_shape)} as the model's"
                 )
-            if source.get_dtype() not in _STORED:
-                raise CheckpointError(
-                    f"{shard}: {piece.stored} is stored as {source.get_dtype()}; quantised checkpoints are not "
-                    f"supported, only {', '.join(_STORED)}"
-                )
-            yield piece, source
+            if piece.scale is None:
+                yield piece, source
+                continue
+            name, file = piece.scale
+            with safe_open(file, framework="pt") as beside:
+                yield piece, _Blocks(source, beside.get_tensor(name))
+
+
+class _Blocks:
+    """A stored FP8 tensor that is dequantised where it is indexed: its blocks times their scales, in float32.
+
+    As ``Fp8Dequantize`` of transformers' ``finegrained_fp8``: the size of a block is that of the tensor over that of
+    the grid of scales.
+    """
+
+    def __init__(self, source: Any, scales: Tensor) -> None:
+        self._source, self._scales = source, scales.float()
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        scales = self._scales
+        for axis, (size, part) in enumerate(zip(self._source.get_shape(), where, strict=True)):
+            block = size // scales.shape[axis]
+            scales = scales.index_select(axis, torch.arange(part.start, part.stop) // block)
+        return self._source[where].float() * scales
+
+
+def _narrows(stored: str, dtype: torch.dtype) -> bool:
+    """Return whether ``dtype`` cannot hold all numbers of a stored one: float64 is wider, also than what is trained."""
+    return stored == "F32" and torch.finfo(dtype).bits < 32
 
 
 def _copy(piece: _Piece, source: Any, storage: Tensor, offset: tuple[int, ...]) -> None:
@@ -208,15 +231,10 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 def _report(folder: Path, loaded: int, others: list[str], targets: dict[str, Tensor]) -> LoadReport:
     layers = {int(match[1]) for name in targets if (match := _LAYER.match(name))}
     beyond = max(layers, default=-1) + 1
-
-    def expected(name: str) -> bool:
-        match = _LAYER.match(name)
-        return name.startswith(_LEFT_OUT) or (match is not None and int(match[1]) >= beyond)
-
-    left_out, unknown = [n for n in others if expected(n)], [n for n in others if not expected(n)]
+    left_out = [name for name in others if is_left_out(name, beyond)]
+    unknown = [name for name in others if not is_left_out(name, beyond)]
     if left_out:
-        parts = Counter(f"model.layers.{m[1]}" if (m := _LAYER.match(n)) else _prefix(n) for n in left_out)
-        log.info("%s: left out %s", folder, ", ".join(f"{part} ({count} tensors)" for part, count in parts.items()))
+        log.info("%s: left out %s", folder, name_parts(left_out))
     if unknown:
         log.warning(
             "%s: %d tensors are not of this model and were left out: %s", folder, len(unknown), first_names(unknown)
@@ -224,23 +242,30 @@ def _report(folder: Path, loaded: int, others: list[str], targets: dict[str, Ten
     return LoadReport(loaded, left_out, unknown)
 
 
+def is_left_out(name: str, layers: int) -> bool:
+    """Return whether a model of so many layers is known to have no place for ``name``."""
+    match = _LAYER.match(name)
+    return name.startswith(_LEFT_OUT) or (match is not None and int(match[1]) >= layers)
+
+
+def name_parts(names: Iterable[str]) -> str:
+    """Return a message's words for tensors that are left out: their parts, with the number of tensors in each."""
+    parts = Counter(f"model.layers.{m[1]}" if (m := _LAYER.match(n)) else _prefix(n) for n in names)
+    return ", ".join(f"{part} ({count} tensors)" for part, count in parts.items())
+
+
 def _prefix(name: str) -> str:
     return next(prefix.rstrip(".") for prefix in _LEFT_OUT if name.startswith(prefix))
 
 
-def save_model(model: Decoder, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write ``model`` as a new checkpoint that transformers and ``load_model`` read.
-
-    Adapters that are switched on are added into the weights. Experts are written one by one, as they are published.
-    Files hold at most ``shard_bytes`` (or one tensor); no more than one is in memory beside the model. The folder
-    appears whole or not at all; raises ``CheckpointError`` if it already holds something.
-    """
-    dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
-    with new_folder(folder) as made:
-        _write_shards(list(_to_write(model)), made, shard_bytes)
-        for source in _companions(model.config):
-            shutil.copyfile(source, made / source.name)
-        (made / "config.json").write_text(json.dumps(to_hf_config(model.config, dtype), indent=2) + "\n")
+def read_tensor(name: str, file: Path, scale: tuple[str, Path] | None, dtype: torch.dtype) -> Tensor:
+    """Return one tensor of a file as it is, or dequantised to ``dtype``."""
+    with reading(file, SafetensorError), safe_open(file, framework="pt") as tensors:
+        if scale is None:
+            return tensors.get_tensor(name)
+        with safe_open(scale[1], framework="pt") as beside:
+            blocks = _Blocks(tensors.get_slice(name), beside.get_tensor(scale[0]))
+        return blocks[tuple(slice(0, size) for size in tensors.get_slice(name).get_shape())].to(dtype)
 
 
 @contextmanager
@@ -267,47 +292,3 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     """Write one file of safetensors."""
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(content, file, metadata={"format": "pt"})
-
-
-def _to_write(model: nn.Module) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
-    """Yield name, bytes and reader of what is written: experts one by one, adapters within their weights."""
-    for name, tensor in model.state_dict().items():
-        wrapped, base, leaf = name.rpartition(".base_layer.")
-        if base and leaf == "weight":
-            merged = partial(_merged, model.get_submodule(wrapped), tensor.dtype)
-            yield f"{wrapped}.{leaf}", tensor.nbytes, merged
-        elif ".lora_" not in name:
-            plain = f"{wrapped}.{leaf}" if base else name
-            parts = expert_names(plain, len(tensor) if tensor.dim() else 0)
-            pieces = tensor.flatten(0, 1).chunk(len(parts)) if parts else [tensor]
-            yield from ((n, piece.nbytes, piece.clone) for n, piece in zip(parts or [plain], pieces, strict=True))
-
-
-def _merged(module: nn.Module, dtype: torch.dtype) -> Tensor:
-    return effective_weight(module).to(dtype)
-
-
-def _write_shards(tensors: list[tuple[str, int, Callable[[], Tensor]]], folder: Path, limit: int) -> None:
-    """Write files of at most ``limit`` bytes, or one tensor, and their index if there is more than one."""
-    shards: list[dict[str, Callable[[], Tensor]]] = [{}]
-    room = limit
-    for name, size, read in tensors:
-        if size > room and shards[-1]:
-            shards.append({})
-            room = limit
-        shards[-1][name] = read
-        room -= size
-    total = len(shards)
-    files = [SINGLE] if total == 1 else [f"model-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)]
-    for file, shard in zip(files, shards, strict=True):
-        write_tensors({name: read() for name, read in shard.items()}, folder / file)
-    if total > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _companions(config: ModelConfig) -> list[Path]:
-    """Return what a folder needs beside weights to be used, from the checkpoint that the model came from."""
-    folder = Path(config.checkpoint) if config.checkpoint else None
-    return [] if folder is None else sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern)})

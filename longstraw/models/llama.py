@@ -1,7 +1,7 @@
 """Llama, Qwen2 and Qwen3: full attention with grouped queries in every layer, SwiGLU.
 
 Names and shapes of parameters are those of transformers' ``LlamaForCausalLM``, ``Qwen2ForCausalLM`` and
-``Qwen3ForCausalLM``; which of them it is, the biases and the q/k norm say.
+``Qwen3ForCausalLM``, depending on the biases and the q/k norm.
 """
 
 from __future__ import annotations

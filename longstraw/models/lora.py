@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) through PEFT, in its format on disk.
+"""Add, load, save and switch off low-rank adapters (Hu et al. 2021, arXiv 2106.09685) through PEFT.
 
 A target is named as PEFT does it: ``q_proj``, ``self_attn.q_proj`` or ``model.layers.3.self_attn.q_proj``. PEFT wraps
 the module in place, so W becomes ``q_proj.base_layer.weight`` beside ``q_proj.lora_A.default.weight``; on disk, as for
@@ -7,6 +7,7 @@ transformers' class, the latter is ``base_model.model.model.layers.3.self_attn.q
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
@@ -22,6 +23,7 @@ from longstraw.config import AdapterConfig, ConfigError
 from longstraw.config.hf_files import ADAPTER, CheckpointError, check_adapter
 from longstraw.layers.feedforward import Experts
 from longstraw.models.decoder import Decoder
+from longstraw.models.hf_config import saved_class, text_prefix
 from longstraw.models.hf_weights import new_folder, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 _ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for the fused experts of transformers' class
 _NAME = "default"  # PEFT's name for the only adapter of a model
 _PREFIX = "base_model.model."
-_NO_GRADIENT = ".indexer."  # what chooses rows gets no gradient, so an adapter there would never change
+_NO_GRADIENT = ".indexer."  # indexers get no gradient, so an adapter there would never change
 
 
 def _copy(parameter: Tensor, whole: Tensor) -> None:
@@ -41,7 +43,7 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
     """Freeze ``model`` and wrap its targets with new low-rank adapters, or those of ``config.checkpoint``; in place.
 
     To be called once, after the weights are loaded and before the model is parallelised. Adapters have at least float32
-    whatever the model has; A is drawn from ``seed``, B is zero, so the model computes what it did. With the adapter
+    whatever the model has; A is drawn from ``seed``, B is zero, so the model's output does not change. With the adapter
     ``none`` the model is returned as it is. Raises ``ConfigError`` for targets that match nothing.
     """
     if config.name == "none":
@@ -50,7 +52,9 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
         return load_adapter(model, config.checkpoint)
     _refuse_second(model)
     defaults = model.config.adapter_targets
-    targets = list(config.targets) or [t for t in defaults if _matching(_linear(model), [t])]  # a cut may lack some
+    targets = list(config.targets) or [
+        t for t in defaults if _matching(_linear(model), [t])
+    ]  # a model cut to fewer layers may lack some
     _matched(model, targets)
     if _matching(targets, _ONLY_HERE) and any(isinstance(module, Experts) for module in model.modules()):
         log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
@@ -87,8 +91,8 @@ def fill_adapter(
 def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     """Freeze ``model`` and wrap it with the adapter that PEFT, or ``save_adapter``, wrote to ``folder``; in place.
 
-    Its own rank, alpha and targets hold; dropout is switched off, for a chunk evaluated again must give the same.
-    Raises ``CheckpointError`` for what is no plain LoRA, or does not fit the model.
+    Rank, alpha and targets are the file's; dropout is switched off, because a chunk evaluated again must give the same.
+    Raises ``CheckpointError`` for adapters other than plain LoRA, or that do not fit the model.
     """
     folder = Path(folder)
     _refuse_second(model)
@@ -117,20 +121,29 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
 
 
 def save_adapter(model: Decoder, folder: str | Path) -> None:
-    """Write the adapter of ``model`` to the new ``folder`` in PEFT's format; it appears whole or not at all."""
-    tensors: dict[str, Tensor] = {_on_disk(n): tensor for n, tensor in model.named_parameters() if ".lora_" in n}
+    """Write the adapter of ``model`` to the new ``folder`` in PEFT's format; it appears whole or not at all.
+
+    Its keys are the module names of the class that the base checkpoint's ``config.json`` names; PEFT and vLLM skip an
+    adapter's tensors whose keys fit no module, without an error.
+    """
+    prefix = text_prefix(model.config)
+    named = [(name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name]
+    tensors: dict[str, Tensor] = {_on_disk(name, prefix): tensor for name, tensor in named}
     if not tensors:
         raise CheckpointError(f"{folder}: the model has no adapter to save")
-    lora: Any = model.peft_config[_NAME]  # type: ignore[index]
+    lora: Any = copy.copy(model.peft_config[_NAME])  # type: ignore[index]
+    lora.target_modules = [re.sub(r"^model\.", prefix, target) for target in lora.target_modules]
     with new_folder(folder) as made:
-        lora.base_model_name_or_path = model.config.checkpoint
+        base = model.config.checkpoint
+        lora.base_model_name_or_path = base if base is None else str(Path(base).absolute())
         lora.save_pretrained(str(made))
         write_tensors(tensors, made / ADAPTER)
+    log.info("%s: an adapter for %s of %s", folder, saved_class(model.config), base or "random weights")
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let ``model`` compute as without its adapters: the reference of a KL term. Nothing may be differentiated in it.
+    """Disable the adapters in this block, for the reference of a KL term. Only without autograd.
 
     PEFT's own switch also changes ``requires_grad``, which sharded parameters copy when they are first used; here only
     the wrappers' flag is turned.
@@ -195,7 +208,7 @@ def _refuse_second(model: nn.Module) -> None:
 
 
 def _inject(model: Decoder, lora: Any) -> None:
-    """Wrap the targets; the adapters' values are PEFT's and to be replaced."""
+    """Wrap the targets; the adapters have PEFT's initial values, which the caller replaces."""
     lora.inference_mode = False
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
@@ -206,8 +219,8 @@ def _inject(model: Decoder, lora: Any) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def _on_disk(name: str) -> str:
-    return _PREFIX + name.replace(f".{_NAME}.", ".")
+def _on_disk(name: str, prefix: str) -> str:
+    return _PREFIX + re.sub(r"^model\.", prefix, name).replace(f".{_NAME}.", ".")
 
 
 def _here(stored: str) -> str:

@@ -45,7 +45,7 @@ def build(config: Qwen36Config, ops: Ops) -> Decoder:
 
 @torch.no_grad()
 def initialise(module: nn.Module, deviation: float, generator: torch.Generator) -> None:
-    """Draw what ``module`` itself holds: normal matrices, and decays as Gated DeltaNet was published with.
+    """Draw what ``module`` itself holds: normal matrices, and decays as published for Gated DeltaNet.
 
     Decay rates are uniform in [1, 16], time steps log-uniform in [0.001, 0.1]: exp(g) from 0.2 to 0.999, so some
     heads remember over a thousand positions.

@@ -1,4 +1,4 @@
-"""Pure tensor functions. Which implementation of each is taken is chosen once, when a model is built."""
+"""Pure tensor functions, and ``choose_ops``, which selects their implementations when a model is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ops(NamedTuple):
     logits: TokenLogits
     latent: LatentOps
     moe: MoeOps
-    context: Context  # what joins positions, through the ops above
+    context: Context  # the operations over several positions, through the ops above
 
 
 BACKENDS = tuple(PARTS)
@@ -41,9 +41,9 @@ BACKENDS = tuple(PARTS)
 def choose_ops(backend: str, *, fake: bool = False) -> Ops:
     """Return the ops of a backend: ``cpu``; ``reference``, which runs on any device; ``cuda``, fused kernels.
 
-    ``cuda`` needs Triton. Without fla, or where its gradients are wrong, the plain references of its ops are taken, and
-    the log says so once. On ``fake`` tensors no kernel runs: ``cuda`` is chosen as if both were there and right.
-    Neither is imported before a kernel of its own runs, but for fla's to be asked about here.
+    ``cuda`` needs Triton. If fla is missing, or its gradients are wrong on this GPU, the references replace its ops and
+    the log says so once. With ``fake`` no kernel will run, so neither is required. Triton and fla are imported when
+    their first kernel runs; only the check of fla's gradients imports it here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")

@@ -1,4 +1,4 @@
-"""Positions that are evaluated together, and which of them this process evaluates."""
+"""``Chunk``: positions that are evaluated together, and which of them this rank evaluates."""
 
 from __future__ import annotations
 

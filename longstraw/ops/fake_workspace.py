@@ -1,4 +1,4 @@
-"""Memory that an operator of foreign code takes beside its results, made visible where the code itself does not run."""
+"""Count on fake tensors the memory that a third-party kernel allocates besides its results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 @torch.library.custom_op("longstraw::scratch", mutates_args=())
 def scratch(like: Tensor, num_bytes: int) -> Tensor:
-    """Return an empty tensor; where tensors are fake, one of ``num_bytes`` on the device of ``like``.
+    """Return an empty tensor or, if tensors are fake, one of ``num_bytes`` on the device of ``like``.
 
-    Held around a call, it counts what the call allocates and frees inside, which no fake version shows.
+    Kept alive during a call it accounts for memory that the call allocates and frees inside, which its fake version
+    does not show.
     """
     return like.new_empty(0, dtype=torch.uint8)
 

@@ -1,9 +1,8 @@
-"""Retained rows wherever they lie: on the device, or in host memory, from where they are brought when they are read.
+"""Read retained rows, and accumulate their gradients, whether they are kept on the device or in host memory.
 
-What is computed with is on the device, and what is added into has at least float32: rows in host memory are copied, a
-tile or a layer at a time, and what was added to their gradient is copied back. On CUDA the copies run on a stream of
-their own: the next tile, or the next layer, comes while this one is computed with. Elsewhere they are made at once, and
-made they are, so that a count of memory on a processor sees what a GPU would hold.
+Rows in host memory are copied to the device a tile or a layer at a time. Gradients are accumulated on the device, in at
+least float32, and copied back. On CUDA the copies run on their own stream: the next tile or layer is copied while the
+current one is used. On a processor they are made too, so that counted memory is what a GPU would hold.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch import Tensor
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return uninitialised host memory, page-locked where there is a GPU to copy to.
 
-    An operation of its own, so that a count of the device's memory can leave it out: a processor's tensors do not say
-    for which of the two they stand. PyTorch rounds page-locked memory up to a power of two.
+    A custom operator, so that a count of device memory on a processor can leave these tensors out. PyTorch rounds
+    page-locked memory up to a power of two.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
@@ -62,7 +61,7 @@ Rows = Tensor | HostRows
 class RetainedRows(NamedTuple):
     """The two kinds of rows [P, ...] that a layer reads, and buffers for the gradient of the last of them.
 
-    A backward adds into the buffers, in at least float32. Where a buffer is None the rows are constants.
+    A backward adds into the buffers, in at least float32. If a buffer is None, its rows get no gradient.
     """
 
     rows: tuple[Rows, Rows]
@@ -70,10 +69,10 @@ class RetainedRows(NamedTuple):
 
 
 class QueryGradients(NamedTuple):
-    """What the backward of one part of an attention reads of the queries.
+    """The queries' side of the backward of one part of an attention.
 
-    The gradient of the output, the queries, and output and log-sum-exp of the whole attention, over all parts: then the
-    parts' gradients simply add up.
+    Gradient of the output, queries, and output and log-sum-exp of the whole attention over all parts: with these the
+    parts' gradients add up to the whole one.
     """
 
     grad: Tensor
@@ -84,13 +83,13 @@ class QueryGradients(NamedTuple):
 
 @dataclass
 class PendingCopy:
-    """Copies on their way to the device."""
+    """Copies to the device that may not have finished."""
 
     tensors: list[Tensor]
-    event: Any = None  # of CUDA; None: they are there
+    event: Any = None  # on CUDA; None: the copies are finished
 
     def arrived(self) -> list[Tensor]:
-        """Return the copies; what is computed next on the current stream waits for them."""
+        """Return the copies; later work on the current stream waits for them."""
         if self.event is not None:
             torch.cuda.current_stream(self.tensors[0].device).wait_event(self.event)
         return self.tensors
@@ -100,8 +99,8 @@ class PendingCopy:
 class Staging:
     """The rows of one prompt's layers in host memory, and which of them are on ``device`` as whole layers.
 
-    Layers read in order, and in a backward from last to first: the next one's rows come while this one's are used. So
-    rows of two layers are there at most. Copies are kept until others replace them; no caller relies on them.
+    Layers are read in order, and in a backward from last to first; the next layer's rows are copied while this one's
+    are used, so rows of at most two layers are on the device. Copies are a cache, kept until others replace them.
     """
 
     device: torch.device
@@ -111,17 +110,17 @@ class Staging:
     _step: int = 1
 
     def add(self, homes: dict[str, Tensor]) -> int:
-        """Take in the next layer's rows and return its number."""
+        """Add the next layer's rows and return its number."""
         self.homes.append(homes)
         return len(self.homes) - 1
 
     def restart(self) -> None:
-        """Forget all copies: another pass begins, from the first layer on."""
+        """Drop all copies before another pass from the first layer on."""
         self._here.clear()
         self._last, self._step = -1, 1
 
     def layer(self, number: int, size: int, backward: bool) -> dict[str, Tensor]:
-        """Return the first ``size`` rows of a layer by name; a backward is the last to read them in its pass."""
+        """Return the first ``size`` rows of a layer by name; a ``backward`` reads them last in its pass."""
         if backward or number < self._last:
             self._step = -1
         elif number > self._last:
@@ -158,8 +157,8 @@ def tiles(
 ) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
     """Yield retained rows, ``size`` at a time, in ``dtype`` on the device, with what to add their gradients into.
 
-    A buffer covers the last rows of the past, as many as it has; a tile's may be empty. The caller lets go of a tile
-    before it asks for the next.
+    A buffer covers the last rows of the past, as many as it has; a tile's may be empty. The caller drops a tile
+    before it takes the next.
     """
     count = len(past[0])
     pieces = [slice(start, min(start + size, count)) for start in range(0, count, size)]
@@ -197,7 +196,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _begin(rows: Sequence[Rows]) -> PendingCopy:
-    """Begin to copy those of ``rows`` that lie in host memory; the others are there."""
+    """Begin to copy those of ``rows`` that are in host memory; the others need no copy."""
     staged = [x for x in rows if isinstance(x, HostRows)]
     if not staged:
         return PendingCopy([x for x in rows if isinstance(x, Tensor)])
@@ -219,7 +218,7 @@ def _copies(homes: Sequence[Tensor], device: torch.device) -> PendingCopy:
 
 
 def _keep(kept: Sequence[Rows], added: Sequence[Tensor]) -> None:
-    """Bring what was ``added`` into back to where it is ``kept``, rounded once where that is narrower."""
+    """Copy the accumulated buffers ``added`` back to ``kept``, rounded once if that dtype is narrower."""
     for home, x in zip(kept, added, strict=True):
         if isinstance(home, HostRows):
             with _beside(home.staging.device) as stream:
@@ -231,7 +230,7 @@ def _keep(kept: Sequence[Rows], added: Sequence[Tensor]) -> None:
 
 
 def _settle(kept: Sequence[Rows]) -> None:
-    """Let what comes next on the current stream wait for all that is on its way back."""
+    """Make later work on the current stream wait for all copies back to the host."""
     for home in kept:
         if isinstance(home, HostRows) and home.staging.device.type == "cuda":
             device = home.staging.device
@@ -240,7 +239,7 @@ def _settle(kept: Sequence[Rows]) -> None:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[Any]:
-    """Enter the stream for copies, after all that was computed until now; elsewhere than on CUDA there is none."""
+    """Enter the copy stream, after all work queued so far; without CUDA there is none."""
     if device.type != "cuda":
         yield None
         return

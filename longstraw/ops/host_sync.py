@@ -1,6 +1,6 @@
 """The only places where the host reads a tensor's value: how many tokens go where, and a few numbers for the record.
 
-Each read waits for the device. A simulation's tensors have no values, so it states the counts and numbers instead.
+Each read waits for the device. A simulation's tensors have no values, so it supplies the counts and numbers instead.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ def counts(places: Tensor, number: int) -> list[int]:
 
 
 def read_counts(values: Tensor, expected: list[int]) -> list[int]:
-    """Return counts received from other ranks, ``values``; ``expected`` where counts are stated and not read."""
+    """Return the counts in ``values``, received from other ranks; ``expected`` in a simulation."""
     return values.tolist() if _count is _measured else expected
 
 
 def read_scalar(value: Tensor, stated: float) -> float:
-    """Return the number that ``value`` holds; ``stated`` where counts are stated and not read."""
+    """Return the number in ``value``; ``stated`` in a simulation."""
     return float(value) if _count is _measured else stated
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are alike, bit for bit; they count as that where counts are stated and not read."""
+    """Return whether two tensors are equal bit for bit; True in a simulation."""
     return _count is not _measured or torch.equal(a, b)
 
 
 @contextmanager
 def use_stated_counts(count: Callable[[Tensor, int], list[int]]) -> Iterator[None]:
-    """Let ``count`` state the counts instead of reading them, where tensors have no values.
+    """Use the counts that ``count`` returns instead of reading tensors, for a simulation.
 
     It gets the arguments of ``counts`` and must return ``number`` counts whose sum is the number of entries. Holds for
     all threads: a backward on a GPU runs in its own.

@@ -1,6 +1,7 @@
-"""Bytes that the CUDA path's kernels allocate beside their results, in closed form; no torch.
+"""Formulas for the bytes that the CUDA kernels allocate besides their results. No torch.
 
-The operators of ``ops.*.fused`` stand scratch for them where tensors are fake, and ``budget`` predicts them.
+The operators in ``ops.*.fused`` allocate as much through ``fake_workspace`` on fake tensors, and ``memory.estimate``
+uses the formulas for predictions.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 from longstraw.config.model import INNER_CHUNK
 
 SPLITS = 128  # parts of the rows that PyTorch's flash forward makes at most
-SLOTS = 2 * 78  # programs that it reckons to run at once, two on each multiprocessor: an H20's
+SLOTS = 2 * 78  # programs that it assumes to run at once: two on each multiprocessor of an H20
 CONV_BLOCK = 64  # positions of which fla's convolution sums the gradient of the weight first
 
 
 def flash_forward_bytes(heads: int, count: int, rows: int, width: int) -> int:
     """Return what PyTorch's flash forward allocates beside its results: nothing where queries alone fill a GPU.
 
-    Otherwise rows are split, and each part has an output and a log-sum-exp in float32. The number of parts is the least
-    that leaves the GPU hardly idler than the best number would.
+    Otherwise rows are split, and each part has an output and a log-sum-exp in float32. The number of parts is the
+    smallest whose use of the GPU is close to the best.
     """
     blocks, most = heads * -(-count // 64), -(-rows // (256 if width <= 64 else 128 if width <= 128 else 64))
     if blocks >= 0.8 * SLOTS or not blocks:
@@ -68,7 +69,7 @@ def _delta_kept(count: int, keys: int, values: int, key: int, value: int, size: 
 
 
 def conv_forward_bytes(channels: int, taps: int, size: int) -> int:
-    """Return the bytes of a tail as fla takes it, of ``taps`` columns: all that the forward allocates beside."""
+    """Return the bytes that the forward allocates besides its results: the tail in fla's form, of ``taps`` columns."""
     return channels * taps * size
 
 

@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first used: Triton only where a kernel is launched."""
+"""Import a module when it is first used, so that Triton is needed only where a kernel is launched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-class DeferredModule:
+class LazyModule:
     """Imports a module when one of its attributes is first read."""
 
     def __init__(self, name: str):

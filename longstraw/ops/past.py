@@ -1,4 +1,4 @@
-"""What earlier positions left for one layer, as its operations read it."""
+"""``Past``: the retained state of one layer, as its operations read it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from longstraw.ops.host_offload import HostRows, RetainedRows, Rows
 
 
 class Past:
-    """What earlier positions left for one layer to read, and how the positions that read it lie.
+    """The retained state of one layer by tensor name, and which positions this rank holds.
 
-    Deliberately no container that PyTorch's pytrees know: module hooks must neither cast these tensors nor hold them.
-    ``rows(name)`` are retained rows wherever they lie, for operations that bring them to the device; ``grad(name)`` is
-    the buffer for the gradient of the last of them, or None where they are constants.
-    ``positions`` earlier ones there are; ``spans`` are those whose rows are here, where rows there are. ``chunk`` is
-    set by the model that evaluates new positions; None: all of them are here.
+    No container that PyTorch's pytrees know, because module hooks must neither cast these tensors nor hold them.
+    ``rows(name)`` are retained rows on the device or in host memory, for operations that copy them; ``grad(name)`` is
+    the buffer for the gradient of the last of them, None if they get none.
+    ``positions`` is the number of earlier positions, ``spans`` those whose rows this rank holds. ``chunk`` is set by
+    the model that evaluates new positions; None: this rank evaluates all of them.
     """
 
     __slots__ = ("_grads", "_tensors", "chunk", "positions", "spans")
@@ -43,7 +43,7 @@ class Past:
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         if isinstance(tensor, HostRows):
-            raise TypeError(f"{name} lies in host memory: take rows({name!r}), which operations bring to the device")
+            raise TypeError(f"{name} is in host memory: use rows({name!r}), which operations copy to the device")
         return tensor
 
     def rows(self, name: str) -> Rows:

@@ -1,8 +1,9 @@
-"""What needs more of a chunk than one position: attention, scan, choice of rows, vocabulary. Here: all in one process.
+"""The operations that join positions: attention, scan, choice of rows, experts, vocabulary.
 
-Layers call these through ``Ops.context``. A model that is spread over ranks gets another object with the same methods
-(``parallel.context``), in which every process has a part of a chunk's positions; a layer does not know which it has.
-``chunk`` says how the positions lie; where one process has them all it has nothing to say.
+Layers call them through ``Ops.context``. ``Local`` runs them where one process has every position. A model that is
+spread over ranks has ``parallel.context_parallel.ContextParallel`` instead, with the same methods, in which every
+process has a part of a chunk's positions; a layer does not know which it calls. ``chunk`` says which positions are
+here; ``Local`` does not read it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Context(Protocol):
     Where ``past`` is a ``BranchPast``, one position of each of t branches stands where t positions do otherwise.
     """
 
-    ranks: int  # that share a chunk
+    def share(self, size: int) -> int:
+        """Return how many of ``size`` heads or channels are this process's own."""
 
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         """Return the rows [t, d] of ``weight`` [V, d] for this process's part of ``tokens`` [count]."""
@@ -41,10 +43,10 @@ class Context(Protocol):
     def to_heads(
         self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None
     ) -> Sequence[Tensor]:
-        """Exchange [t, C] of all heads for [count, C / ranks] of own heads."""
+        """Exchange [t, C] of all heads for [count, ``share(C)``] of own heads."""
 
     def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
-        """Exchange [count, H / ranks, D] of own heads for [t, H, D] of all heads."""
+        """Exchange [count, ``share(H)``, D] of own heads for [t, H, D] of all heads."""
 
     def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
         """Return the part of ``weight`` [C, ...] that belongs to own heads."""
@@ -52,7 +54,7 @@ class Context(Protocol):
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         """Choose rows as ``ops.latent.reference.select_rows`` does, of the retained ``index_key`` and of ``key``.
 
-        What comes back is for ``attend_rows`` to read.
+        The result is an argument of ``attend_rows``.
         """
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
@@ -68,10 +70,11 @@ class Context(Protocol):
 class Local:
     """One process has every position, every head and every expert."""
 
-    ranks = 1
-
     def __init__(self, attention: AttentionParts, latent: LatentOps, moe: MoeOps, logits: TokenLogits):
         self._attention, self._latent, self._moe, self._logits = attention, latent, moe, logits
+
+    def share(self, size: int) -> int:
+        return size
 
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         return F.embedding(tokens, weight)

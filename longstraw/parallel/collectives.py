@@ -1,7 +1,7 @@
-"""The collectives that a chunk's ranks use, for any number of positions, and the bytes that they send.
+"""Collectives over the ranks that share a chunk, for any number of positions, with labels for the bytes they send.
 
-Positions of a chunk are spread evenly: rank r of W has [n r // W, n (r + 1) // W) of n. A rank without any takes part
-all the same. Collectives move equal pieces, so pieces are padded to the longest; padding never meets a value.
+Positions of a chunk are spread evenly: rank r of W has [n r // W, n (r + 1) // W) of n. A rank without positions takes
+part in every collective. Collectives need equal pieces, so pieces are padded to the longest and the padding removed.
 
 W ranks, n positions of a chunk, t of them here, m = ceil(n / W).
 """
@@ -28,7 +28,7 @@ _label = UNLABELLED
 
 @contextmanager
 def labelled(name: str) -> Iterator[None]:
-    """Let what is sent in this block count as ``name``'s."""
+    """Count bytes sent in this block under ``name``."""
     global _label
     before, _label = _label, name
     try:
@@ -38,7 +38,7 @@ def labelled(name: str) -> Iterator[None]:
 
 
 def current_label() -> str:
-    """Return whose bytes are being sent."""
+    """Return the label under which bytes are counted now."""
     return _label
 
 
@@ -62,13 +62,13 @@ class Group:
         longest = self._longest(count)
         gathered = x.new_empty(self.size * longest, *x.shape[1:])
         _all_gather(gathered, _padded(x, longest), group=self.group)
-        return self._closed(gathered, count)
+        return self._without_padding(gathered, count)
 
     def reduce_scatter(self, x: Tensor, count: int) -> Tensor:
         """Return this rank's [t, ...] of the sum of all ranks' ``x`` [n, ...]."""
         longest, own = self._longest(count), self.split(count)
         reduced = x.new_empty(longest, *x.shape[1:])
-        _reduce_scatter(reduced, self._opened(x, count), group=self.group)
+        _reduce_scatter(reduced, self._with_padding(x, count), group=self.group)
         return reduced[: own.stop - own.start]
 
     def gather_heads(self, x: Tensor, count: int) -> Tensor:
@@ -76,12 +76,12 @@ class Group:
         sent = _padded(x, self._longest(count)).transpose(0, 1).contiguous()  # [W, m, C]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        return self._closed(received.flatten(0, 1), count)
+        return self._without_padding(received.flatten(0, 1), count)
 
     def gather_positions(self, x: Tensor, count: int) -> Tensor:
         """Exchange ``x`` [n, C], this rank's column, for [t, W, C]: all columns of this rank's positions."""
         own = self.split(count)
-        sent = self._opened(x, count)  # [W m, C]
+        sent = self._with_padding(x, count)  # [W m, C]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         columns = received.unflatten(0, (self.size, -1)).transpose(0, 1)
@@ -96,16 +96,16 @@ class Group:
     def _longest(self, count: int) -> int:
         return max(-(-count // self.size), 1)  # not all backends can send nothing
 
-    def _closed(self, x: Tensor, count: int) -> Tensor:
-        """Take the padding out of ``x`` [W m, ...]."""
+    def _without_padding(self, x: Tensor, count: int) -> Tensor:
+        """Remove the padding from ``x`` [W m, ...]."""
         longest = self._longest(count)
         if count == len(x):
             return x
         pieces = pairwise(self.borders(count))
         return torch.cat([x[r * longest : r * longest + stop - start] for r, (start, stop) in enumerate(pieces)])
 
-    def _opened(self, x: Tensor, count: int) -> Tensor:
-        """Put the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
+    def _with_padding(self, x: Tensor, count: int) -> Tensor:
+        """Insert the padding into ``x`` [n, ...]; contiguous [W m, ...]."""
         longest = self._longest(count)
         if count == self.size * longest:
             return x.contiguous()

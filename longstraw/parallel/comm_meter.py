@@ -1,14 +1,14 @@
-"""Bytes that this rank sends, counted where PyTorch's collectives are called, by what they are for and by verb.
+"""Count the bytes that this rank sends in PyTorch's collectives, by verb, collective and purpose.
 
-What a collective over W ranks sends is what the ring algorithms send, whatever the transport does:
+A collective over W ranks counts as what the ring algorithm sends, whatever the transport does:
 
 * all-gather: the own part to each of the others, W - 1 times the input;
 * reduce-scatter: every part but the own, (W - 1) / W of the input;
 * all-reduce: one after the other, 2 (W - 1) / W of the tensor;
 * all-to-all: what goes to others.
 
-A step has no others: broadcasts and messages from one rank to another are not counted. Whose bytes they are, the caller
-says (``collectives.labelled``). FSDP2 says nothing: what it gathers are ``parameters``, what it reduces ``gradients``.
+A step uses no others: broadcasts and point-to-point messages are not counted. The purpose is the caller's label
+(``collectives.labelled``). FSDP2 sets none: what it gathers is ``parameters``, what it reduces ``gradients``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COLLECTIVES = {  # PyTorch's operations: which collective each is, and the argum
 
 
 class Sent(NamedTuple):
-    """What bytes were sent for: the step's verb, the collective operation, and whose they are."""
+    """What bytes were sent for: the step's verb, the collective operation and the label."""
 
     verb: str
     collective: str
@@ -69,7 +69,7 @@ class Sent(NamedTuple):
 class TrafficMeter(TorchDispatchMode):
     """Count what this rank sends while entered; ``sent`` holds the bytes. It may be entered again and counts on.
 
-    Collectives of a backward are counted too, in whatever thread it runs: PyTorch takes a mode along.
+    Collectives of a backward are counted too, in whatever thread it runs, because autograd keeps the mode.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class TrafficMeter(TorchDispatchMode):
 
     @contextmanager
     def verb(self, name: str) -> Iterator[None]:
-        """Count what is sent in this block as ``name``'s; an inner verb takes over until it ends."""
+        """Count bytes sent in this block under the verb ``name``; an inner verb replaces it until it ends."""
         outer, self._verb = self._verb, name
         try:
             yield

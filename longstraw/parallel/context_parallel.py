@@ -1,12 +1,12 @@
 """A chunk's positions spread over ranks: the operations that join positions, with complete gradients.
 
-State stands still and queries travel: every rank attends from all of a chunk's queries to the rows that it holds, and
-the partial results are merged by log-sum-exp. The backward sends queries and gradients the same way, so what a row owes
-is complete where the row is. Delta layers exchange positions for heads around convolution and scan. The vocabulary is
-spread by rows and never gathered: hidden states travel.
+Queries are sent, retained rows are not. Each rank attends with all of a chunk's queries to its own rows, and partial
+results are merged by log-sum-exp. The backward sends queries and gradients in the same way, so the whole gradient of a
+row is accumulated on the rank that holds it. Delta layers exchange positions for heads around convolution and scan. The
+vocabulary is sharded by rows and never gathered: hidden states are sent.
 
-What every rank computes alike from what was gathered (log-probabilities, the loss) has its gradient alike on all ranks;
-from there on each rank's gradient is its own part of a sum over ranks.
+Log-probabilities and the loss are computed on every rank from gathered values, so their gradient is the same on all
+ranks; below them each rank's gradient is its own part of a sum over ranks.
 
 W ranks, n positions of a chunk, t of them here, P retained rows here, H query heads, N key/value heads, D head width,
 d model width, V rows of the vocabulary here.
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from longstraw.ops import Ops
 from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
@@ -30,16 +29,19 @@ from longstraw.ops.past import Past
 from longstraw.ops.sequence_ops import Sections
 from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
 from longstraw.parallel.expert_parallel import ExpertGroup
+from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.latent_context_parallel import SpreadLatent, attend_rows, select_rows
 from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
 
 
 class ContextParallel:
-    """The methods of ``ops.context.Context`` where ``group`` shares each chunk's positions."""
+    """The methods of ``ops.sequence_ops.Context`` for ranks (``group``) that share each chunk's positions."""
 
     def __init__(self, ops: Ops, group: Group, experts: ExpertGroup):
         self._ops, self._group, self._experts = ops, group, experts
-        self.ranks = group.size
+
+    def share(self, size: int) -> int:
+        return size // self._group.size
 
     def embed(self, tokens: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
         return embed(tokens, weight, self._group)
@@ -50,16 +52,16 @@ class ContextParallel:
         return _SpreadAttention.apply(q, k, v, past.pair("key", "value"), scale, past.chunk, spread)
 
     def to_heads(self, tensors: Sequence[Tensor], sections: Sequence[Sections], chunk: Chunk | None) -> list[Tensor]:
-        """Send all tensors in one exchange: side by side in columns, a column a rank."""
+        """Exchange all tensors at once, concatenated into one column for each rank."""
         assert chunk is not None
         columns = [
-            part.unflatten(-1, (self.ranks, -1))
+            part.unflatten(-1, (self._group.size, -1))
             for x, parts in zip(tensors, sections, strict=True)
             for part in x.split([heads * width for heads, width in parts], -1)
         ]
         with labelled("heads"):
             own = GatherHeads.apply(torch.cat(columns, -1), self._group, chunk.count)
-        return list(own.split([x.shape[-1] // self.ranks for x in tensors], -1))
+        return list(own.split([self.share(x.shape[-1]) for x in tensors], -1))
 
     def to_positions(self, x: Tensor, chunk: Chunk | None) -> Tensor:
         assert chunk is not None
@@ -69,7 +71,7 @@ class ContextParallel:
 
     def own_heads(self, weight: Tensor, sections: Sections) -> Tensor:
         parts = weight.split([heads * width for heads, width in sections])
-        return torch.cat([part.unflatten(0, (self.ranks, -1))[self._group.rank] for part in parts])
+        return torch.cat([part.unflatten(0, (self._group.size, -1))[self._group.rank] for part in parts])
 
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         return select_rows(q, weights, key, past, count, SpreadLatent(self._group, self._ops.latent, scale))
@@ -78,7 +80,7 @@ class ContextParallel:
         return attend_rows(q, new, rows, past, SpreadLatent(self._group, self._ops.latent, scale))
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return self._experts.mix(x, chosen, weights, local(gate_up), local(down), ops=self._ops.moe)
+        return self._experts.mix(x, chosen, weights, local_tensor(gate_up), local_tensor(down), ops=self._ops.moe)
 
     def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
         return vocabulary_logprobs(hidden, weight, targets, self._group, self._ops.logits)
@@ -148,13 +150,8 @@ class _SpreadAttention(torch.autograd.Function):
 
 
 def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:
-    """Return which of a chunk's queries see the rows made here, and whether as a triangle: own ones, and all later."""
+    """Return the queries that see this rank's new rows, and whether causally: its own ones, then all later ones."""
     if chunk.start == chunk.stop:
         return []
     blocks = [(chunk.own, True)]
     return blocks if chunk.stop == chunk.count else [*blocks, (slice(chunk.stop, chunk.count), False)]
-
-
-def local(weight: Tensor) -> Tensor:
-    """Return this rank's part of a parameter that is spread over ranks; its gradient is that part's own."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

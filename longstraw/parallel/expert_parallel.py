@@ -1,4 +1,4 @@
-"""Experts stand still and tokens travel: each rank owns some experts, gets their tokens and sends back what they make.
+"""Expert parallelism: tokens are sent to the ranks that own their experts, and the results are sent back.
 
 t tokens here, k experts a token, E experts of which E / W are here, N = t k entries sent, M entries received, d width.
 """
@@ -17,7 +17,7 @@ from longstraw.parallel.collectives import labelled
 
 
 class ExpertGroup:
-    """The ranks that the experts are shared out over, rank by rank in their order."""
+    """The ranks that own the experts, an equal number each, in order of rank."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

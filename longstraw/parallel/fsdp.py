@@ -1,6 +1,6 @@
-"""Parameters spread over ranks: blocks by FSDP2 over all of them, vocabulary and experts by rows that stay put.
+"""Shard parameters over ranks: blocks by FSDP2 over all ranks; vocabulary and experts by rows, never gathered.
 
-Gradients are sums over ranks, never means: each rank's is its own part of a whole.
+Gradients are summed over ranks, not averaged: each rank computes a part of the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from longstraw.parallel.collectives import labelled
 
-# Some of what a block adds to the state are views. They are read and never changed in place, of which FSDP2 warns.
+# Some of what a block adds to the state are views. FSDP2 warns against changing views in place; these are only read.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -55,7 +55,7 @@ def sum_gradients(model: nn.Module) -> None:
 def total_norm(gradients: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """Return the norm of all gradients over all ranks: 0-d, at least float32, alike everywhere.
 
-    Each is this rank's part of a gradient with what it counts: 1 over the ranks that hold the same part.
+    ``gradients`` are this rank's parts, each with its weight: 1 over the number of ranks that hold the same part.
     """
     norms = [
         torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).mul_(share**0.5)
@@ -74,12 +74,12 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """Return this rank's part of ``x``."""
+    """Return this rank's part of ``x``; its gradient is that part's own."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return ``local``, this rank's part, spread as ``parameter`` is. It stays where it is, also in host memory."""
+    """Return ``local``, a rank's part, as a DTensor like ``parameter``. It stays where it is, even in host memory."""
     if not isinstance(parameter, DTensor):
         return local
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)

@@ -1,8 +1,8 @@
-"""Latent attention over chosen rows, and their choice, where every rank holds some of the rows.
+"""Latent attention over chosen rows, and the choice of the top K rows, with the rows sharded over ranks.
 
 Each rank scores its own rows for all of a chunk's queries and keeps its best. A query's owner gets every rank's best
-scores and finds the score and the position at which the best of all end; those two numbers travel back, and every rank
-keeps its own rows up to there. No scores of the prompt's size are made or sent, and the choice is that of one rank.
+scores and finds the score and position of the last one chosen; those two numbers are sent back, and every rank keeps
+its own rows up to there. No scores of the prompt's size are made or sent, and the choice equals that of one rank.
 
 W ranks, n positions of a chunk, t of them here, P retained rows here, K chosen rows a query, H heads, C latent width,
 R width of the rotary key, I index heads, D their width.
@@ -114,7 +114,7 @@ def _positions(spans: Sequence[tuple[int, int]], new: tuple[int, int], *, device
 
 
 def _widened(x: Tensor, count: int) -> Tensor:
-    """Fill candidates up to ``count`` with none, as ``best_rows`` does: -inf, -1."""
+    """Pad candidates up to ``count`` with score -inf and row -1, as ``best_rows`` does."""
     if x.shape[1] == count:
         return x
     none = -torch.inf if x.is_floating_point() else -1

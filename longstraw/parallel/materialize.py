@@ -1,4 +1,4 @@
-"""Building a model that is spread over ranks, without any rank ever holding all of it."""
+"""Build a model sharded over ranks, and gather it for saving, without holding all of it on a device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def build_sharded(
 ) -> Parallel:
     """Return a model spread over ``mesh``, with weights from its checkpoint or drawn from ``seed``.
 
-    They are the weights that one process would have. Drawn ones are made a module at a time, of which a rank keeps its
-    part; of a checkpoint's files a rank reads no more than its part.
+    The weights equal those of one process. Random ones are drawn a module at a time and a rank keeps its part; of a
+    checkpoint's files a rank reads only its part.
     """
     model = add_adapter(build_model(config, device="meta", backend=device.type), adapter)
     parallel = parallelize(model, mesh)

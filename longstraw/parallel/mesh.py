@@ -1,4 +1,4 @@
-"""The ranks of a job laid out by what they share."""
+"""The device mesh: the ranks of a job in groups that share a prompt, parameters or experts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from longstraw.parallel.parallel_dims import ParallelDims
 class Mesh:
     """All ranks in a row, the same ranks as (dp, cp), and as (replica, ep).
 
-    Ranks beside each other share a prompt, so that they are on one node where it has enough. Parameters are spread over
-    ``world``, a prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
+    Consecutive ranks share a prompt, so they are on one node if it has enough. Parameters are sharded over ``world``, a
+    prompt's positions and the vocabulary over ``cp``, experts over ``ep``.
     """
 
     sizes: ParallelDims
@@ -31,7 +31,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the prompts side by side is this rank's."""
+        """The number of this rank's prompt among the data-parallel ones."""
         return self.dp.get_local_rank()
 
     def context(self) -> Group:
@@ -39,7 +39,7 @@ class Mesh:
         return Group(self.cp.get_group())
 
     def agree(self, count: int) -> int:
-        """Return the largest ``count`` of the prompts side by side: as often must every rank take part."""
+        """Return the largest ``count`` over the data-parallel prompts: so many passes every rank must take part in."""
         if self.sizes.dp == 1:
             return count
         most = torch.tensor([count], device=self.world.device_type)
@@ -55,7 +55,7 @@ class Mesh:
 
 
 def build_mesh(sizes: ParallelDims, device_type: str) -> Mesh:
-    """Return the mesh of a process group that is up; every rank calls it."""
+    """Return the mesh of the initialised process group; every rank must call it."""
     world = init_device_mesh(device_type, (sizes.world,), mesh_dim_names=("world",))
     grid = init_device_mesh(device_type, (sizes.dp, sizes.cp), mesh_dim_names=("dp", "cp"))
     experts = init_device_mesh(device_type, (sizes.world // sizes.ep, sizes.ep), mesh_dim_names=("replica", "ep"))

@@ -1,4 +1,4 @@
-"""How many ranks share what, checked before anything is built; no torch."""
+"""Decide how many ranks share a prompt and the experts, and check it before anything is built. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longstraw.config import ConfigError, HardwareConfig, ModelConfig
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """``dp`` groups of prompts side by side, each over ``cp`` ranks; experts over ``ep`` of all ranks."""
+    """``dp`` data-parallel prompts, each over ``cp`` ranks; experts over ``ep`` of all ranks."""
 
     dp: int
     cp: int
@@ -37,8 +37,8 @@ def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
     if heads % cp:
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if heads % (world // dp) == 0]
         raise ConfigError(
-            f"{cp} ranks cannot share a prompt: the {heads} {which} of {model.name} are shared out whole, "
-            f" so the ranks a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
+            f"{cp} ranks cannot share a prompt: the {heads} {which} of {model.name} cannot be split, "
+            f"so the number of ranks of a prompt must divide {heads}; with {world} ranks: {', '.join(works) or 'none'}"
         )
     if not _all_hold_rows(model.vocab_size, cp):
         works = [f"hardware.dp={dp}" for dp in _divisors(world) if _all_hold_rows(model.vocab_size, world // dp)]
@@ -53,7 +53,7 @@ def resolve_dims(model: ModelConfig, hardware: HardwareConfig) -> ParallelDims:
     if world % ep or experts % ep:
         divide = ", ".join(str(n) for n in _divisors(world) if experts % n == 0)
         raise ConfigError(
-            f"hardware.ep={ep}: experts are shared out whole, so it must divide the {world} ranks and the {experts} "
+            f"hardware.ep={ep}: an expert cannot be split, so it must divide the {world} ranks and the {experts} "
             f"experts of {model.name}; one of {divide}"
         )
     return ParallelDims(hardware.dp, cp, ep)

@@ -1,4 +1,4 @@
-"""Spreading a finished model over the ranks of a mesh, from outside: the model's own files know of no rank."""
+"""Apply parallelism to a finished model: shard its parameters and replace its context ops. Models have no rank code."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ VOCABULARY = ("model.embed_tokens", "lm_head")
 
 @dataclass
 class Parallel:
-    """A model that is spread over ``mesh``, and what that asks of a step's end."""
+    """A model that is sharded over ``mesh``, and how its gradients are completed at the end of a step."""
 
     model: Decoder
     mesh: Mesh
-    replicated: dict[int, dist.ProcessGroup] = field(default_factory=dict)  # by id: the ranks that hold it alike
+    replicated: dict[int, dist.ProcessGroup] = field(
+        default_factory=dict
+    )  # by parameter id: the ranks that hold the same part
 
     def finish_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None] = local_gradient) -> None:
-        """Complete the gradients after the last backward: summed where several ranks hold one parameter alike.
+        """Complete the gradients after the last backward: sum those of parameters that several ranks hold.
 
-        Of prompts side by side the mean is taken. ``gradient_of`` gives this rank's part of a parameter's gradient,
-        which is changed in place, or None; ranks that hold a parameter alike all have one or none has.
+        Over data-parallel prompts they are averaged. ``gradient_of`` returns this rank's part of a parameter's
+        gradient, which is changed in place, or None; ranks that hold the same part must all have one or none.
         """
         for parameter in self.model.parameters():
             gradient = gradient_of(parameter)
@@ -49,17 +51,17 @@ class Parallel:
                 gradient /= self.mesh.sizes.dp
 
     def share(self, parameter: nn.Parameter) -> float:
-        """Return what this rank's part of ``parameter`` counts in a sum over all ranks: 1 over those that hold it."""
+        """Return the weight of this rank's ``parameter`` in a sum over ranks: 1 over the number that hold it."""
         group = self.replicated.get(id(parameter))
         return 1.0 if group is None else 1 / dist.get_world_size(group)
 
 
 def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
-    """Spread ``model``, the same on every rank, over ``mesh``: positions, state, parameters and gradients.
+    """Shard ``model``, the same on every rank, over ``mesh``: positions, state, parameters and gradients.
 
-    Blocks are sharded over all ranks and gathered one at a time, vocabulary and experts are shared out by rows and
-    never gathered. Adapters and frozen weights may be there already. Raises ``ConfigError`` for adapters on the
-    vocabulary, whose rows stay where they are.
+    Blocks are sharded over all ranks and gathered one at a time, vocabulary and experts are sharded by rows and never
+    gathered. The model may already have adapters and frozen weights. Raises ``ConfigError`` for adapters on the
+    vocabulary, which is not gathered.
     """
     group, parallel = mesh.context(), Parallel(model, mesh)
     for name in VOCABULARY:

@@ -1,4 +1,4 @@
-"""Embedding and head spread by rows of the vocabulary, which stay where they are: hidden states travel.
+"""Embedding and head sharded by rows of the vocabulary, which are never gathered; hidden states are sent instead.
 
 n positions of a chunk, t of them here, d width, V rows of the vocabulary here of those of all ranks.
 """
@@ -28,7 +28,7 @@ def vocabulary_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy [n] of ``targets`` [n], alike on all ranks, after ``hidden`` [t, d].
 
-    ``weight`` is a head spread over ranks, ``logits`` what a backend makes of the rows that are here.
+    ``weight`` is the sharded head, ``logits`` a backend's function, which is called with this rank's rows.
     """
     rows, first = own_rows(weight, group)
     everyones = _GatherHidden.apply(hidden, group, len(targets))
@@ -42,7 +42,7 @@ def vocabulary_logprobs(
 def own_rows(weight: Tensor, group: Group) -> tuple[Tensor, int]:
     """Return the rows of ``weight`` that are here and the index of the first: as ``torch.chunk`` cuts them."""
     if not isinstance(weight, DTensor):
-        raise TypeError("a vocabulary that is spread over ranks is a DTensor; see parallel.apply.parallelize")
+        raise TypeError("a vocabulary that is spread over ranks is a DTensor; see parallel.parallelize.parallelize")
     return weight.to_local(), min(-(-len(weight) // group.size) * group.rank, len(weight))
 
 
@@ -72,7 +72,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _GatherHidden(torch.autograd.Function):
-    """[t, d] -> [n, d]. Each rank reads it with vocabulary rows of its own, so gradients are summed on the way back."""
+    """[t, d] -> [n, d]. Each rank applies its own vocabulary rows, so the backward sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Group, count: int) -> Tensor:
@@ -89,7 +89,7 @@ class _GatherHidden(torch.autograd.Function):
 
 
 class _Stack(torch.autograd.Function):
-    """Three [n] -> three [W, n] of all ranks. What follows is alike on all ranks, so each takes its own line back."""
+    """Three [n] -> three [W, n] of all ranks. What follows is equal on all ranks; the backward takes this rank's."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, *vectors: Tensor) -> tuple[Tensor, ...]:

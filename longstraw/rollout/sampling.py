@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longstraw.models.decoder import Decoder
+from longstraw.ops.sequence_ops import Local
 from longstraw.step import Observer, Retained
 
 
@@ -98,7 +99,7 @@ def draw(
     """Draw a response for each of ``seeds``; ``observer`` is called with what is done."""
     observer = observer or Observer()
     retained.check()
-    if model.ops.context.ranks != 1:
+    if not isinstance(model.ops.context, Local):
         raise ValueError("responses are drawn in one process so far; this model is spread over several ranks")
     size = sampling.batch or len(seeds)
     found = Samples([], [], [])

@@ -1,1 +1,1 @@
-"""Processes of a job: who this one is, how its ranks meet, which one failed, and how one is asked to stop."""
+"""Processes of a job: this one's rank, connecting the ranks, finding a failed one, and stopping on a signal."""

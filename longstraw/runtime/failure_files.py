@@ -1,15 +1,15 @@
-"""Failure files: why a rank ended, one small JSON file a rank in the run's folder. No torch."""
+"""Read and write failure files: one small JSON file for each failed rank, with the reason. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from longstraw.errors import RankLostError
+from longstraw.runtime.whole_files import write_whole
 
 
 def ranks_folder(run_dir: str | Path, attempt: int) -> Path:
@@ -27,9 +27,7 @@ def write_failure(folder: Path, rank: int, failure: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             return
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps({**failure, "time": time.time()}) + "\n")
-        os.replace(beside, path)
+        write_whole(path, json.dumps({**failure, "time": time.time()}) + "\n")
 
 
 def read_failure(folder: Path, rank: int) -> str | None:

@@ -1,9 +1,9 @@
-"""Heartbeats between the ranks of a job: finds the rank that failed, and ends those that would wait for it for ever.
+"""Detect a failed rank by heartbeats, and end the ranks that would otherwise wait for it for ever.
 
-Every rank writes a heartbeat into a store, from a thread and over a connection of its own. Rank 0 watches the others,
-they watch rank 0, in whose process the store lives. A rank that fails first writes its reason into the store and into a
-file. A thread that waits inside a collective cannot be interrupted, so its process exits from here, after the failure
-is recorded.
+A thread of every rank writes a heartbeat to a store, over its own connection. Rank 0, whose process holds the store,
+monitors the others, and they monitor rank 0. The rank that fails first writes its reason to the store and to a file. A
+thread that waits inside a collective cannot be interrupted, so the monitor thread records the failure and exits the
+process.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from longstraw.runtime.failure_files import failure_fields, parse_failure, read_
 from longstraw.runtime.process_info import ProcessInfo
 
 EMPTY = "-"
-END_SECONDS = 150  # for a record and W&B to be closed once it is known that a rank is gone
+END_SECONDS = 150  # for closing the records and W&B after a rank was lost
 
 
 class Heartbeat:
-    """Watch the other ranks until ``part`` or ``leave``.
+    """Monitor the other ranks until ``disconnect`` or ``stop``.
 
-    ``store`` is a connection that nothing else uses: it blocks where rank 0 is stopped. ``folder`` is shared by the
-    ranks. ``last_word`` writes what must be written before this process ends without returning from a collective.
-    Everything is over within about half of ``timeout_s``: a quarter of silence, then an eighth for the ranks to stop
-    by themselves.
+    ``store`` is a connection that nothing else uses: it blocks if rank 0 is stopped. ``folder`` is shared by the ranks.
+    ``before_exit`` is called before this process exits from inside a collective, to write the record. A failure is
+    handled within about half of ``timeout_s``: a quarter without a heartbeat, then an eighth for the ranks to stop by
+    themselves.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class Heartbeat:
         store: Store,
         folder: Path,
         timeout_s: float,
-        last_word: Callable[[RankLostError], None],
+        before_exit: Callable[[RankLostError], None],
     ) -> None:
-        self.me, self.folder, self.last_word = me, folder, last_word
+        self.me, self.folder, self.before_exit = me, folder, before_exit
         self.tick = min(max(timeout_s / 60, 0.05), 1.0)
         self.silence = min(timeout_s / 4, 10.0 if me.by == "torchrun" else 60.0)  # torchrun kills the rest after 30 s
-        self.patience = 0.8 * timeout_s  # with ranks that have not come yet
+        self.patience = 0.8 * timeout_s  # for ranks that have not connected yet
         self.grace = min(max(timeout_s / 8, 6 * self.tick), 10.0)
         self.lost: RankLostError | None = None
         self._store = store
         self._send: dict[str, str] = {}
-        self._last_read: dict[str, str] = {}  # what the store last said of `first`, `suspect` and `lost`
+        self._last_read: dict[str, str] = {}  # last values of `first`, `suspect` and `lost` in the store
         self._beats = dict.fromkeys(range(me.world_size), "")
         now = time.monotonic()
         self._heard, self._at, self._suspected = now, dict.fromkeys(self._beats, now), 0.0
         self._begun, self._gone = now, False
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._arrived = self._ending = False  # which of the two ends this process: its main thread, or the watch
+        self._arrived = self._ending = False  # which thread ends this process: the main one or the monitor
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self.heartbeat_loop, self.monitor_loop)]
         for thread in self._threads:
             thread.start()
@@ -71,25 +71,25 @@ class Heartbeat:
         return [rank for rank, beat in self._beats.items() if beat]
 
     def hosts(self) -> str:
-        """Return the ranks that came, each with its host."""
+        """Return the ranks that have connected, each with its host."""
         return ", ".join(f"{rank} ({self._host(rank)})" for rank in self.present())
 
     def gather(self) -> None:
-        """Wait until every rank has come; raise ``RankLostError`` for one that does not."""
+        """Wait until every rank has connected; raise ``RankLostError`` for one that does not."""
         while len(self.present()) < self.me.world_size:
             if self.lost is not None:
                 raise self.lost
             time.sleep(self.tick / 4)
 
     def cause(self, error: BaseException) -> BaseException:
-        """Return what is to blame for ``error``: itself, or the rank whose end made a collective fail here.
+        """Return the cause of ``error``: itself, or the ``RankLostError`` of the rank that made a collective fail here.
 
-        A ``RuntimeError`` may be a collective's, so it waits until no other rank can have been first; memory that ran
-        out and every other exception are the cause themselves, and the other ranks get them at once.
+        A ``RuntimeError`` may come from a collective, so this waits until no other rank can have failed first. Running
+        out of memory and all other exceptions are causes themselves and are passed to the other ranks at once.
         """
         with self._lock:
             self._arrived = True
-        while self._ending:  # the watch was first: it ends this process
+        while self._ending:  # the monitor thread is already ending this process
             time.sleep(1)
         if isinstance(error, RankLostError):
             return error
@@ -107,10 +107,10 @@ class Heartbeat:
         write_failure(self.folder, self.me.rank, own)
         return error
 
-    def part(self, store: Store) -> None:
-        """End the watch once every rank has come so far; raise ``RankLostError`` if one is lost until then.
+    def disconnect(self, store: Store) -> None:
+        """Stop monitoring once every rank has called this; raise ``RankLostError`` if one is lost before.
 
-        ``store`` is the main thread's connection. Rank 0 goes last, because the others' store goes with it.
+        ``store`` is the main thread's connection. Rank 0 returns last, because its process holds the store.
         """
         store.add("done", 1)
         while int(store.add("done", 0)) < self.me.world_size:
@@ -125,8 +125,8 @@ class Heartbeat:
                 break
             time.sleep(0.01)
 
-    def leave(self, cause: BaseException) -> None:
-        """End the watch of a rank that failed, once the others can know why."""
+    def stop(self, cause: BaseException) -> None:
+        """Stop monitoring on a rank that failed, after the others had time to read why."""
         if isinstance(cause, RankLostError):
             write_failure(self.folder, self.me.rank, failure_fields(cause))
         time.sleep((4 if self.me.rank == 0 else 2) * self.tick)
@@ -136,7 +136,7 @@ class Heartbeat:
         return self._beats[rank].partition(" ")[2] or "an unknown host"
 
     def heartbeat_loop(self) -> None:
-        """Send this rank's beat and failure, read the others'; ``monitor_loop`` notices a call that blocks for ever."""
+        """Send this rank's heartbeat and failure and read the others'; ``monitor_loop`` detects a call that blocks."""
         keys = ["first", "suspect", "lost", *(f"beat/{rank}" for rank in self._beats)]
         count, host = 0, socket.gethostname()
         try:
@@ -168,7 +168,7 @@ class Heartbeat:
         last = time.monotonic()
         while not self._over.wait(self.tick / 2):
             now = time.monotonic()
-            if now - last > self.silence / 2:  # this process itself was stopped: silence meanwhile proves nothing
+            if now - last > self.silence / 2:  # this process was stopped: heartbeats missed meanwhile prove nothing
                 self._heard, self._at = now, dict.fromkeys(self._at, now)
             last = now
             lost = self._find(now)
@@ -207,7 +207,7 @@ class Heartbeat:
         return RankLostError(rank, self._host(rank), f"stopped answering at {at}: it was killed, stopped or cut off")
 
     def _end(self, lost: RankLostError) -> None:
-        """Tell the others, give the main thread the time to stop by itself, then end the process."""
+        """Publish the failure, let the main thread stop by itself for a while, then end the process."""
         self.lost = lost
         if self.me.rank == 0:
             with contextlib.suppress(RuntimeError):
@@ -221,16 +221,16 @@ class Heartbeat:
             with contextlib.suppress(Exception):  # whatever happens, this process ends
                 write_failure(self.folder, self.me.rank, failure_fields(lost))
                 print(f"longstraw: rank {self.me.rank} ends: {lost}", file=sys.stderr, flush=True)
-                self.last_word(lost)
+                self.before_exit(lost)
             os._exit(1)
         if not self._over.wait(END_SECONDS):
             os._exit(1)
 
 
 def _may_follow(error: BaseException) -> bool:
-    """Return whether an exception may be what the end of another rank led to: a collective's, or SIGTERM.
+    """Return whether an exception may be the consequence of another rank's failure: a collective's error, or SIGTERM.
 
-    torchrun sends that one to all the ranks that are left.
+    torchrun sends SIGTERM to the remaining ranks.
     """
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGTERM in error.args

@@ -1,4 +1,4 @@
-"""A job that is asked to end: the signal only sets a flag, which the loop reads where it is safe to stop."""
+"""Stop a job on a signal: the handler only sets a flag, which the loop checks where it is safe to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SIGNALS = {  # what a user or a site may send; SLURM does before it takes a job's nodes away
+SIGNALS = {  # sent by a user or a site; SLURM sends them before it takes a job's nodes away
     signal.SIGINT: "interrupted (SIGINT)",
     signal.SIGTERM: "asked to end (SIGTERM)",
     signal.SIGUSR2: "the time limit is near, or the nodes are wanted (SIGUSR2)",
@@ -20,8 +20,8 @@ class Preempted(Exception):
     """The job was asked to end and has stopped at a safe place, between two chunks or branches."""
 
     signal: signal.Signals | None = None
-    reason = ""  # what the record says of it
-    progressed = False  # whether a checkpoint stands that this attempt did not begin with
+    reason = ""  # for the record
+    progressed = False  # whether this attempt has written a newer checkpoint than it started from
 
 
 class Superseded(Exception):
@@ -29,7 +29,7 @@ class Superseded(Exception):
 
 
 class Stop:
-    """Whether the job was asked to end. ``agree`` makes a rank's flag that of all ranks; every rank must call it."""
+    """Whether the job was asked to end. ``agree`` combines the flags of all ranks; every rank must call it."""
 
     def __init__(self, agree: Callable[[bool], bool] = bool) -> None:
         self._agree = agree
@@ -37,9 +37,9 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take the signals while inside; only the main thread can, in another one no signal is taken.
+        """Handle the signals in this block; only the main thread can, in other threads nothing is handled.
 
-        Inside another ``Stop`` a signal that it has taken counts here too.
+        A signal that an enclosing ``Stop`` has received counts here too.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -60,16 +60,16 @@ class Stop:
             if self.asked == signal.SIGINT:
                 raise KeyboardInterrupt(number)  # pressed twice: not even to the next safe place
             os.write(2, b"longstraw: interrupted: stopping at the next safe place; Ctrl-C again ends at once\n")
-        if self.asked is None or number == signal.SIGUSR2:  # the more telling one
+        if self.asked is None or number == signal.SIGUSR2:  # its reason says more
             self.asked = signal.Signals(number)
 
     def check(self) -> None:
-        """Raise ``Preempted`` if any rank was asked to end. To be called at the same places on every rank."""
+        """Raise ``Preempted`` if any rank was asked to end. Every rank must call it at the same places."""
         if self._agree(self.asked is not None):
             raise self.preempted()
 
     def preempted(self) -> Preempted:
-        """Return what to raise, or to end with, once a rank was asked to end."""
+        """Return the ``Preempted`` for a job that was asked to end."""
         asked = Preempted(SIGNALS[self.asked] if self.asked else "another rank was asked to end")
         asked.signal = self.asked
         return asked

@@ -1,4 +1,4 @@
-"""Which rank this process is, read from the environment, and whether a process that was noted still runs. No torch."""
+"""Read this process's rank from the environment, and find out whether a recorded process still runs. No torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ProcessInfo:
 def process_info(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
     """Return how this process was started.
 
-    submitit says which executor it used; without it torchrun's variables count, and then those of srun. A batch
-    script, which runs once whatever its job's tasks are, is no rank.
+    submitit's variables are used first, then torchrun's, then srun's. A batch script is no rank: it runs once, however
+    many tasks its job has.
     """
 
     def number(key: str, default: int) -> int:
@@ -86,9 +86,9 @@ def threads(me: ProcessInfo, environment: Mapping[str, str] = os.environ) -> int
 
 
 def process_identity(pid: int | None = None) -> dict[str, Any]:
-    """Return what identifies a process (this one by default): host, number, when it started.
+    """Return what identifies a process (this one by default): host, process id, time of start.
 
-    The number alone does not: after its end, and after a restart of the machine, another process gets it.
+    The id alone does not: another process gets it later.
     """
     pid = os.getpid() if pid is None else pid
     started, namespace = _proc_state(pid)[1], _pid_namespace()
@@ -96,9 +96,9 @@ def process_identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def is_running(identity: Mapping[str, Any]) -> bool | None:
-    """Return whether the process of ``process_identity`` still runs; ``None`` where that cannot be seen from here.
+    """Return whether the process of ``process_identity`` still runs; ``None`` if it cannot be seen from here.
 
-    It cannot on another host, nor in another container on this one. A zombie does not run.
+    Processes on another host or in another container cannot be seen. A zombie does not count as running.
     """
     if identity.get("host") != socket.gethostname():
         return None
@@ -124,7 +124,7 @@ def folder_identity(folder: Path) -> dict[str, Any]:
 
 
 def is_copy(folder: Path, identity: Mapping[str, Any] | None) -> bool:
-    """Return whether ``folder`` is another than that of ``folder_identity``; one that was moved keeps its inode."""
+    """Return whether ``folder`` is a copy of the folder that ``folder_identity`` described; a moved one is not."""
     return identity is not None and all(identity[key] != value for key, value in folder_identity(folder).items())
 
 

@@ -1,7 +1,7 @@
-"""How the ranks of a job find each other, and how they part.
+"""Connect the ranks of a job: find rank 0's store, create the process group, and close both at the end.
 
-Rank 0 opens a store on a free port and writes its address into the run's folder, where the others look for it; torchrun
-has an address of its own. A job of one rank needs none of this.
+Rank 0 opens a store on a free port and writes its address to a file in the run's folder, which the others read; under
+torchrun its own address is used. A job of one rank needs none of this.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from longstraw.errors import RankLostError
 from longstraw.runtime.failure_files import parse_failure, ranks_folder, read_failure
 from longstraw.runtime.heartbeat import EMPTY, Heartbeat
 from longstraw.runtime.process_info import ProcessInfo, check_world_size, process_info
+from longstraw.runtime.whole_files import write_whole
 
 POLL_SECONDS = 0.05
 COMPOSE = timedelta(minutes=5)  # until rank 0 has read the configuration
-CONNECT = timedelta(seconds=15)  # to an address that may be of a store that is gone
+CONNECT = timedelta(seconds=15)  # timeout for an address that may belong to an earlier store
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Ranks:
     peers: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     def cause(self, error: Exception) -> Exception:
-        """Return what is to blame for ``error``: itself, or a ``RankLostError`` that names the rank that was first.
+        """Return the cause of ``error``: itself, or a ``RankLostError`` that names the rank that failed first.
 
-        For whoever writes a record about ``error``. Waits until no other rank can have been first.
+        To be called before a record about ``error`` is written. Waits until no other rank can have failed first.
         """
         found = error if self.peers is None else self.peers.cause(error)
         return found if isinstance(found, Exception) else error
@@ -57,13 +58,13 @@ def connect(
     run_dir: Path,
     attempt: int = 0,
     *,
-    last_word: Callable[[RankLostError], None] = lambda lost: None,
+    before_exit: Callable[[RankLostError], None] = lambda lost: None,
 ) -> Iterator[Ranks]:
     """Yield this process's place among the job's ranks, in a process group if there is more than one.
 
-    While the block runs the ranks watch each other. If one fails, stops answering or never comes, every other raises
-    ``RankLostError`` within ``hardware.timeout_s``; one that waits inside a collective calls ``last_word`` and exits
-    with 1. Leaving the block waits for all ranks. Raises ``ConfigError`` if the ranks started are not those of
+    While the block runs the ranks monitor each other. If one fails, stops answering or never connects, the others raise
+    ``RankLostError`` within ``hardware.timeout_s``; a rank that waits inside a collective calls ``before_exit`` and
+    exits with 1. Leaving the block waits for all ranks. Raises ``ConfigError`` if the ranks started are not those of
     ``hardware``.
     """
     me = process_info()
@@ -74,7 +75,7 @@ def connect(
         return
     folder, limit = ranks_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
     store, host, port = _meet(me, hardware, folder)
-    peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, last_word)
+    peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, before_exit)
     try:
         peers.gather()
         group = dist.PrefixStore("group", store)
@@ -84,10 +85,10 @@ def connect(
             backend, store=group, rank=me.rank, world_size=me.world_size, timeout=limit, device_id=bound
         )
         yield Ranks(me.rank, me.world_size, me.local_rank, me.node, device, peers)
-        peers.part(store)
+        peers.disconnect(store)
     except BaseException as error:
         cause = peers.cause(error)
-        peers.leave(cause)
+        peers.stop(cause)
         if cause is error:
             raise
         raise cause from error
@@ -123,9 +124,7 @@ def _meet(me: ProcessInfo, hardware: HardwareConfig, folder: Path) -> tuple[dist
         host = "127.0.0.1" if me.local_world_size == me.world_size else socket.gethostname()
         store = dist.TCPStore(host, 0, None, True, limit, wait_for_workers=False)
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".address.{os.getpid()}"
-        beside.write_text(f"{host} {store.port}")
-        os.replace(beside, _address_file(folder, me))
+        write_whole(_address_file(folder, me), f"{host} {store.port}")
         return _prefixed(store, me), host, store.port
     begun, patience, reason = time.monotonic(), 0.8 * hardware.timeout_s, ""
     while time.monotonic() - begun < patience:
@@ -135,14 +134,14 @@ def _meet(me: ProcessInfo, hardware: HardwareConfig, folder: Path) -> tuple[dist
             host, port = _address_file(folder, me).read_text().split()
             try:
                 return _client(host, int(port), me, hardware.timeout_s), host, int(port)
-            except RuntimeError as error:  # an address from before, or a name that cannot be reached from here
+            except RuntimeError as error:  # an old address, or a host that cannot be reached from here
                 reason = f" (its store at {host}:{port} cannot be reached: {str(error).splitlines()[0]})"
         time.sleep(POLL_SECONDS)
     raise RankLostError(0, "an unknown host", f"never came: waited {patience:.0f} s for its address{reason}")
 
 
 def _client(host: str, port: int, me: ProcessInfo, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to the store at ``host``."""
+    """Return a new connection to the store at ``host``."""
     store = dist.TCPStore(host, port, None, False, CONNECT, wait_for_workers=False)
     store.set_timeout(timedelta(seconds=timeout_s))
     return _prefixed(store, me)
@@ -162,12 +161,12 @@ def torchrun_store() -> dist.Store:
 
 
 def offer_job(run_dir: Path | None) -> None:
-    """Tell torchrun's other ranks which job rank 0 composed; ``None``: none, unless it has said one before."""
+    """Publish the job that rank 0 composed to torchrun's other ranks; ``None``: no job, unless one was published."""
     torchrun_store().compare_set("run_dir", "", str(run_dir.absolute()) if run_dir else EMPTY)
 
 
 def offered_job() -> Path | None:
-    """Return the folder of the job that rank 0 composed, or ``None`` where it refused; waits for the answer."""
+    """Wait for rank 0 to compose a job and return its folder; ``None`` if there is no job."""
     try:
         said = torchrun_store().get("run_dir").decode()
     except RuntimeError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,19 +22,9 @@ from longstraw.models.lora import add_adapter
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
-from longstraw.selfcheck import check_job
-from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, run_single_rank, sample_model
-from longstraw.tracking.recorder import RunIdentity
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, build_trainer, model_facts
-
-
-def emulate_job(config: RunConfig, run_dir: str | Path, identity: RunIdentity) -> None:
-    """Emulate the steps of one job and write their records to ``run_dir``."""
-    checked, wrong = check_job(config)
-    if wrong is not None:
-        raise wrong
-    run_single_rank(emulate, "emulate", config, run_dir, identity, selfcheck=checked)
 
 
 def emulate(config: RunConfig, progress: Progress, watching: type[Monitor] = Monitor) -> Iterator[dict[str, Any]]:

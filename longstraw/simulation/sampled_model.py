@@ -1,6 +1,6 @@
 """A model that is evaluated where a step's peak is decided and stood in for elsewhere, so that a step takes minutes.
 
-Of chunks the first two and the last two are evaluated, of branches the first two and the last one. Between them sizes
+Of chunks the first and the last two are evaluated, of branches the first two and the last one. Between them sizes
 are affine in a chunk's start, so none is larger than both ends. Blocks of one kind hold alike, but for what the blocks
 before them have left, which grows: those at both ends are evaluated.
 """
@@ -8,12 +8,12 @@ before them have left, which grows: those at both ends are evaluated.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longstraw.config import RunConfig
 from longstraw.models.decoder import Block, Decoder
@@ -23,24 +23,34 @@ from longstraw.state import Carried, Past, RetainedState, Tensors
 class SampledModel:
     """A model that evaluates the chunks, branches and blocks that decide a step's peak, and stands in for the others.
 
-    What is held grows from block to block, from chunk to chunk and not from branch to branch. So the first chunk and
-    branch are evaluated whole, for what they make; of the next and the last the blocks at both ends are, which hold
-    least and most. What stands in for the rest allocates what stays of it.
+    What is held grows from block to block, from chunk to chunk and not from branch to branch. So of blocks alike the
+    ends are evaluated, which hold least and most. What stands in for the rest allocates what stays of it: its output,
+    its rows and, in the first backward, the gradients of its parameters.
     """
 
-    def __init__(self, model: Decoder, config: RunConfig, *, blocks: bool = True):
-        """``blocks``: stand in for blocks too."""
-        starts = range(0, config.prompt_positions - 1, config.chunk)
-        self._model = model
-        self._chunks = {*starts[:2], *starts[-2:]}
-        self._branches = {0, 1, config.group_size - 1}
-        self._branch = itertools.cycle(range(config.group_size))  # a verb has all of them or none
-        self._seen: set[str] = set()
-        self._carried: list[bool] = []
-        self._rows: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []  # what a position adds to each state
-        own = model._blocks()
-        ends = _ends([_signature(block) for block in own]) if blocks else set(range(len(own)))
-        self._blocks = [SampledBlock(block, i in ends) for i, block in enumerate(own)]
+    def __init__(
+        self,
+        model: Decoder,
+        blocks: Sequence[tuple[Block, bool]],
+        chunks: Collection[int],
+        group_size: int,
+        make_gradient: Callable[[nn.Parameter], object],
+        made: dict[Any, Made] | None = None,
+    ):
+        """Evaluate of prompts the ``chunks`` that start there, and of ``blocks``, which are all in order, those marked.
+
+        The first block of each kind must be; one that is not may be any of its kind. ``make_gradient`` allocates the
+        gradient of a parameter of such a one. ``made`` is filled, and may be given again for later steps; while it is
+        empty the first chunk must be evaluated.
+        """
+        self._model, self._chunks = model, chunks
+        self._branches = {0, 1, group_size - 1}
+        self._branch = itertools.cycle(range(group_size))  # a verb has all of them or none
+        made = {} if made is None else made
+        self._blocks = [
+            SampledBlock(block, evaluated, made.setdefault(signature(block), Made()), make_gradient)
+            for block, evaluated in blocks
+        ]
         model._blocks = lambda: self._blocks  # type: ignore[method-assign, assignment, return-value]
 
     def __getattr__(self, name: str) -> Any:
@@ -48,74 +58,99 @@ class SampledModel:
 
     def new_states(self, *arguments: Any, **keywords: Any) -> list[RetainedState]:
         states = self._model.new_states(*arguments, **keywords)
-        self._carried = [isinstance(state, Carried) for state in states]
+        for block, state in zip(self._blocks, states, strict=True):
+            block.carried = isinstance(state, Carried)
         return states
 
     def __call__(self, tokens: Tensor, past: Sequence[Past], state_only: bool = False) -> Any:
-        verb = f"{state_only} {torch.is_grad_enabled()}"
-        if not self._is_evaluated(past[0].positions, state_only):
-            chunk = self._model.split(len(tokens))
-            count, width = chunk.stop - chunk.start, self._model.config.hidden_size
-            if state_only:
-                return None, [self._update(i, layer, count) for i, layer in enumerate(past)]
-            hidden = self._new(self._model.lm_head.weight.dtype, count, width)
-            return hidden.requires_grad_(torch.is_grad_enabled()), []
-        for i, block in enumerate(self._blocks):
-            block.update = None if verb not in self._seen else partial(self._update, i)
-        result = self._model(tokens, past, state_only)
-        self._seen.add(verb)
-        self._rows = self._rows or [{n: (tuple(x.shape[1:]), x.dtype) for n, x in each.items()} for each in result[1]]
-        return result
+        if self._is_evaluated(past[0].positions, state_only):
+            return self._model(tokens, past, state_only)
+        chunk = self._model.split(len(tokens))
+        count, width = chunk.stop - chunk.start, self._model.config.hidden_size
+        if state_only:
+            return None, [block.update(layer, count) for block, layer in zip(self._blocks, past, strict=True)]
+        hidden = self._model.lm_head.weight.new_empty(count, width)
+        return hidden.requires_grad_(torch.is_grad_enabled()), []
 
     def _is_evaluated(self, start: int, state_only: bool) -> bool:
         return start in self._chunks if state_only else next(self._branch) in self._branches
 
-    def _update(self, layer: int, past: Past, count: int) -> Tensors:
-        """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
-        rows = self._rows[layer].items()
-        if self._carried[layer]:
-            return {name: _SameSize.apply(past[name]) for name, _ in rows}
-        return {name: self._new(dtype, count, *shape) for name, (shape, dtype) in rows}
 
-    def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._model.lm_head.weight.device)
+@dataclass
+class Made:
+    """The sizes of what a block makes, seen where one of its kind was evaluated."""
+
+    rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # that a position adds, by name
+    handed: tuple[tuple[int, ...], torch.dtype] | None = None  # a position of what it hands on; None: what it is handed
 
 
 class SampledBlock:
-    """A block that is evaluated, or stood in for where it is not at an end and ``update`` says what it would add."""
+    """A block that is evaluated, or stood in for."""
 
-    def __init__(self, block: Block, at_end: bool):
-        self._block, self._at_end = block, at_end
-        self._trained = any(p.requires_grad for p in block.parameters())
-        self._hands: Callable[[Any, int], Any] = lambda handed, count: handed
-        self.update: Callable[[Past, int], Tensors] | None = None
+    def __init__(self, block: Block, evaluated: bool, made: Made, make_gradient: Callable[[nn.Parameter], object]):
+        self._block, self._evaluated, self._made = block, evaluated, made
+        self._parameters = [p for p in block.parameters() if p.requires_grad]
+        self._make_gradient = make_gradient
+        self.carried = False  # whether its state is a summary
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
 
     def __call__(self, x: Tensor, past: Past, handed: Any, state_only: bool) -> Any:
-        begins = self._trained and torch.is_grad_enabled() and not x.requires_grad  # a graph begins here
-        if self._at_end or self.update is None or begins:
+        begins = self._parameters and torch.is_grad_enabled() and not x.requires_grad  # a graph begins here
+        if self._evaluated or begins:
             result = self._block(x, past, handed, state_only)
-            if isinstance(result[2], Tensor) and result[2] is not handed:
-                self._hands = partial(_new, tuple(result[2].shape[1:]), result[2].dtype, result[2].device)
+            self._learn(result[1], result[2] if result[2] is not handed else None)
             return result
         update = {name: _KeepGradient.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
-        return _SameSize.apply(x), update, self._hands(handed, past.chunk.count if past.chunk is not None else len(x))
+        if self._made.handed is not None:
+            shape, dtype = self._made.handed
+            handed = x.new_empty(past.chunk.count if past.chunk is not None else len(x), *shape, dtype=dtype)
+        summary = [past[name] for name in self._made.rows] if self.carried else []
+        return _SameSize.apply(x, self._gradients, *summary), update, handed
+
+    def update(self, past: Past, count: int) -> Tensors:
+        """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
+        rows, device = self._made.rows.items(), next(self._block.parameters()).device
+        if self.carried:
+            return {name: _SameSize.apply(past[name], None) for name, _ in rows}
+        return {name: torch.empty(count, *shape, dtype=dtype, device=device) for name, (shape, dtype) in rows}
+
+    def _learn(self, update: Tensors, handed: Any) -> None:
+        self._made.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
+        if isinstance(handed, Tensor):
+            self._made.handed = tuple(handed.shape[1:]), handed.dtype
+
+    def _gradients(self) -> None:
+        """Allocate the gradients of the parameters, in the first backward that comes here."""
+        for parameter in self._parameters:
+            self._make_gradient(parameter)
+        self._parameters = []
 
 
 class _SameSize(torch.autograd.Function):
-    """As much as its input, and as much of gradient on the way back; the input is kept, as a checkpoint keeps one."""
+    """As much as ``x``, and as much of gradient on the way back, for what else was read too.
+
+    ``x`` is kept, as a checkpoint keeps its input. ``passed`` is called in the backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, passed: Callable[[], None] | None, *read: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *read)
+        ctx.passed = passed
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (_,) = ctx.saved_tensors
-        return torch.empty_like(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _, *read = ctx.saved_tensors
+        if ctx.passed is not None:
+            ctx.passed()
+        wanted = ctx.needs_input_grad[2:]
+        return (
+            torch.empty_like(grad),
+            None,
+            *(torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=True)),
+        )
 
 
 class _KeepGradient(torch.autograd.Function):
@@ -131,22 +166,34 @@ class _KeepGradient(torch.autograd.Function):
         return None, grad if ctx.summary else None
 
 
-def _new(row: tuple[int, ...], dtype: torch.dtype, device: torch.device, handed: Any, count: int) -> Tensor:
-    return torch.empty(count, *row, dtype=dtype, device=device)
+def sampled_chunks(config: RunConfig) -> set[int]:
+    """Return where the chunks start that decide a step's peak: the first, and the last two."""
+    starts = range(0, config.prompt_positions - 1, config.chunk)
+    return {*starts[:1], *starts[-2:]}
 
 
-def _signature(block: Block) -> tuple[Any, ...]:
+def sampled_blocks(model: Decoder, sample: bool) -> list[tuple[Block, bool]]:
+    """Return the blocks of ``model``, each with whether it is evaluated: all, or with ``sample`` those that decide."""
+    blocks: list[Block] = list(model.model.layers)  # type: ignore[arg-type]
+    kinds = [signature(block) for block in blocks]
+    evaluated = ends(kinds) | {kinds.index(kind) for kind in kinds} if sample else set(range(len(blocks)))
+    return [(block, i in evaluated) for i, block in enumerate(blocks)]
+
+
+def signature(block: Block) -> tuple[Any, ...]:
+    """Return what blocks of one kind have in common: names and shapes of their parameters, and which are trained."""
     return tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
 
 
-def _ends(kinds: Sequence[Any]) -> set[int]:
+def ends(kinds: Sequence[Any]) -> set[int]:
     """Return the first and the last block of each kind between each two neighbours, and those neighbours."""
     places: dict[Any, list[int]] = {}
     for i in range(len(kinds)):
-        places.setdefault(_neighbours(kinds, i), []).append(i)
+        places.setdefault(neighbours(kinds, i), []).append(i)
     ends = {end for found in places.values() for end in (found[0], found[-1])}
     return {i for end in ends for i in (end - 1, end, end + 1) if 0 <= i < len(kinds)}
 
 
-def _neighbours(kinds: Sequence[Any], i: int) -> tuple[Any, ...]:
+def neighbours(kinds: Sequence[Any], i: int) -> tuple[Any, ...]:
+    """Return the kinds of block ``i`` and of those beside it."""
     return tuple(kinds[j] if 0 <= j < len(kinds) else None for j in (i - 1, i, i + 1))

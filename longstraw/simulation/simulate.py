@@ -11,10 +11,9 @@ Work that repeats is stepped over (see ``stepped``), unless ``simulation.every``
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,18 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from longstraw.config import RunConfig
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model
+from longstraw.models.decoder import Decoder
 from longstraw.models.lora import add_adapter
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
-from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, run_single_rank, sample_model
-from longstraw.tracking.recorder import RunIdentity
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
-
-
-def simulate_job(config: RunConfig, run_dir: str | Path, identity: RunIdentity) -> None:
-    """Simulate the largest steps of one job and write their records."""
-    run_single_rank(simulate, "simulate", config, run_dir, identity)
 
 
 def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
@@ -50,7 +44,7 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
         with unset_fake_temporarily():  # a group looks at its values
             task = RandomTask(config, fake.from_tensor)
         watch = _Watch(meter, progress or Progress(None))
-        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=_model)
+        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model)
         facts = model_facts(trainer)
         sample_model(trainer, blocks=True)
         gc.collect()
@@ -79,11 +73,15 @@ class _Watch(Monitor):
             yield
 
 
-def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
-    """Return the model with its adapter on fake tensors, spread where there are several ranks; nothing is drawn."""
+def fake_model(config: RunConfig, mesh: Mesh | None, cut: Callable[[Decoder], object] = lambda model: None) -> Spread:
+    """Return the model with its adapter on fake tensors, spread where there are several ranks; nothing is drawn.
+
+    ``cut`` may leave out blocks before the rest is made.
+    """
     with unset_fake_temporarily():
         model = build_model(config.model, device="meta", backend=config.hardware.backend, fake=True)
         model = add_adapter(model, config.adapter)
+        cut(model)
     for module in model.modules():  # ``to_empty`` swaps tensors, which fake ones do not take part in
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype)

@@ -6,9 +6,8 @@ uninitialised memory, so no result means anything; what is allocated, and on a G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,50 +16,24 @@ from torch import Tensor
 
 from longstraw.config import RunConfig
 from longstraw.grpo import Group
-from longstraw.memory.fit import exceeded
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
-from longstraw.simulation.sampled_model import SampledModel
-from longstraw.tracking.recorder import RunIdentity, job_recorder
-from longstraw.training.monitor import Progress
-from longstraw.training.rank_metrics import MEANS
+from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sampled_chunks
 from longstraw.training.trainer import Trainer
 
-# What only a run has.
-VALUES = (*MEANS, "grad_norm", "recompute_difference")
 TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
-StepRows = Callable[[RunConfig, Progress], Iterable[dict[str, Any]]]
-
-
-def run_single_rank(
-    play: StepRows,
-    mode: str,
-    config: RunConfig,
-    run_dir: str | Path,
-    identity: RunIdentity,
-    *,
-    selfcheck: str | None = "off",
-) -> None:
-    """Write the rows that ``play`` yields to ``run_dir`` as the records of a job in ``mode``."""
-    folder = Path(run_dir)
-    with job_recorder(config, folder, identity, mode=mode, selfcheck=selfcheck) as recorder:
-        for row in play(config, Progress(folder / "progress.json")):
-            own = {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
-            chosen = {"simulated_rank": config.simulation.rank, "expert_imbalance": config.simulation.imbalance}
-            over = exceeded(config, row["peak_allocated_bytes"], row["peak_verb"], row["peak_bytes_by_kind"])
-            recorder.log({**row, **own, **chosen, **dict.fromkeys(VALUES), **over})
-            if over:  # a later step that holds less must not be the job's last word
-                break
 
 
 def sample_model(trainer: Trainer, *, blocks: bool) -> None:
     """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set."""
     if trainer.config.simulation.every:
         return
-    trainer.model = SampledModel(trainer.model, trainer.config, blocks=blocks)  # type: ignore[assignment]
-    if trainer.reference is not None:
-        trainer.reference = SampledModel(trainer.reference, trainer.config, blocks=blocks)  # type: ignore[assignment]
+    make_gradient = trainer.optimizer.make_gradient
+    for name in ("model", "reference"):
+        if (model := getattr(trainer, name)) is not None:
+            chosen = sampled_blocks(model, blocks), sampled_chunks(trainer.config)
+            setattr(trainer, name, SampledModel(model, *chosen, trainer.config.group_size, make_gradient))
 
 
 class SingleRankMesh(Mesh):

@@ -1,1 +1,1 @@
-"""Records of a run: the keys, the files they are written to, W&B's copy, and where a result comes from."""
+"""Records of a run: their keys, the files they are written to, their copy in W&B, and commit and versions."""

@@ -1,4 +1,4 @@
-"""The command of this process, as it was typed."""
+"""Reconstruct the command that started this process, for records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def typed_command() -> str:
-    """Return the command as it was typed."""
+    """Return the command line that started this process, quoted for a shell."""
     program = Path(sys.argv[0])
     start = ["python", "-m", "longstraw.run"] if program.name == "run.py" else [program.name]
     return shlex.join([*start, *sys.argv[1:]])

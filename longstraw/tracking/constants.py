@@ -1,27 +1,21 @@
-"""The record's keys that follow from the configuration alone."""
+"""Compute the keys of a record that follow from the configuration alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from longstraw.config import RunConfig
+from longstraw.memory.estimate import known
 from longstraw.tracking.schema import plain
 
 
 def constant_keys(config: RunConfig) -> dict[str, Any]:
-    """Return the keys that the configuration alone decides, so that a row written before any step is complete.
+    """Return the keys that the configuration alone decides, so that rows written before the first step have them.
 
-    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where there are no
-    formulas; a step's own row says what was predicted of that step.
+    ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where it has not been
+    counted; a step's own row says what was predicted of that step.
     """
-    from longstraw.memory.estimate import (  # here: the analysis reads records and asks for no prediction
-        is_predicted,
-        predict,
-    )
-
-    largest = None
-    if is_predicted(config) and config.rollout == "given":
-        largest = predict(config, prompt_positions=config.prompt_positions, response_positions=config.response_length)
+    largest = known(config) if config.rollout == "given" else None
     return {
         "claim": config.claim,
         "mode": None if config.mode == "auto" else config.mode,

@@ -1,4 +1,4 @@
-"""A file of JSON lines, written so that it holds whole lines whatever happens."""
+"""Append rows to a file of JSON lines that never ends in half a line, even when the disk is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longstraw.tracking.schema import RecordError, to_line
 
 
 class JsonlWriter:
-    """A file of JSON lines that holds whole lines only, also when the disk is full."""
+    """Append rows to one file; a row is written whole or not at all."""
 
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class JsonlWriter:
             sys.stderr.write(line.decode())
             raise RecordError(
                 f"{self.path}: {os_reason(error)}, so the record of step {row.get('step')} is not in it; "
-                f"the row is on stderr. Earlier rows are whole. Free some space and run on from the checkpoint"
+                f"the row is on stderr. Earlier rows are whole. Free some space and resume from the checkpoint"
             ) from error
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a result comes from: commit, versions, command and device, gathered once when a job starts."""
+"""Collect, once when a job starts, where its results come from: commit, versions, command and device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def startup_facts(backend: str | None = "cpu") -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # a sweep's jobs must not fight over the index
+    environment = {
+        **os.environ,
+        "GIT_OPTIONAL_LOCKS": "0",
+    }  # jobs of a sweep must not wait for each other's lock
     try:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

@@ -1,7 +1,7 @@
-"""Records of a run and their copy in W&B.
+"""Write one record a step to the job's records file, and send a copy to W&B.
 
-The record is the truth: one strict JSON line a step, written through at once, one file an attempt. W&B gets the same
-rows from a thread of its own, so that a run neither waits for it nor dies of it, whatever it does.
+The file is authoritative: one line of strict JSON a step, flushed at once, one file an attempt. A thread sends the same
+rows to W&B, so that a slow or failing W&B neither delays nor ends a run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = None) -> Path:
-    """Append a row in the name of a job that can no longer write it; return the file.
+    """Append a row for a job that was killed and cannot write it; return the file.
 
-    For the launcher, once the job is dead. The row joins the latest attempt's file unless ``attempt`` is given. A last
-    line that the job was killed in is closed first, so that it spoils nothing but itself.
+    Called by the launcher. The row goes to the latest attempt's file unless ``attempt`` is given. A last line that was
+    cut off is ended first, so that only that line is lost.
     """
     attempt = latest_attempt(run_dir) or 0 if attempt is None else attempt
     path = records_path(run_dir, attempt)
@@ -45,7 +45,7 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Which job its records are of: the same ``run_id`` over all attempts; ``sweep`` is its command's folder."""
+    """Identify a job: ``run_id`` is the same over all its attempts; ``sweep`` is its command's folder."""
 
     run_id: str
     attempt: int = 0
@@ -56,7 +56,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class WandbOptions:
-    """What W&B is given beside the rows: the whole configuration as nested dicts, the run's name and its group."""
+    """What W&B gets besides the rows: the configuration as nested dicts, the run's name and its group."""
 
     tracking: TrackingConfig | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Recorder:
 
     @property
     def superseded(self) -> bool:
-        """Whether a later attempt of this job has begun, so that this one is a zombie and should stop."""
+        """Whether a later attempt of this job has begun, so that this one must stop and write nothing more."""
         return (latest_attempt(self.path.parent) or 0) > self.attempt
 
     def log(self, row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The record's keys (names, types, meanings), the names of its files, and the functions that fill and check a row.
+"""Define the record: its keys with types and meanings, its file names, and the functions that fill and check a row.
 
 A record is one JSON object a step, flat, with these keys in this order. Keys are added, never renamed. Sizes are exact
 integers in bytes, times are seconds, positions are tokens; formats belong to ``analysis/``. A key that does not apply
@@ -52,7 +52,7 @@ KEYS = _keys("""
     error                          str    why, where the status is not ok
     failed_rank                    int    the rank that failed first
     mode                           str    run, simulate or emulate
-    evidence                       str    the rung this result stands on; finished unless more was proved
+    evidence                       str    what was shown for this result; finished unless more was proved
     model                          str    name of the model's configuration
     parameters                     int    elements in all parameters
     trainable_parameters           int    elements in those that get a gradient
@@ -73,15 +73,15 @@ KEYS = _keys("""
     world_size                     int    ranks
     cp                             int    ranks that share a prompt's positions
     ep                             int    ranks that share the experts
-    dp                             int    prompts side by side
+    dp                             int    groups of ranks, each with a prompt of its own
     simulated_rank                 int    the rank whose step was simulated or emulated; the others were not
-    expert_imbalance               float  tokens stated for that rank's experts, over an even share
+    expert_imbalance               float  tokens assumed for that rank's experts, over an even share
     stepped_over                   bool   whether repeating chunks and branches were allocated, not evaluated
     nodes                          int    machines
     selfcheck                      str    outcome of the kernels' self-check on this device
     steps                          int    optimizer steps the job was asked for
     step                           int    optimizer step, from 0
-    resumed_step                   int    steps in the checkpoint that this attempt went on from; null: it began anew
+    resumed_step                   int    steps in the checkpoint that this attempt resumed from; null: none
     repeated                       bool   whether an earlier attempt had recorded this step too
     group_size                     int    responses that share the prompt
     context                        int    positions of one branch: prompt and longest allowed response
@@ -101,7 +101,7 @@ KEYS = _keys("""
     tokens_per_second              float  drawn, over the seconds of the verb sample
     chunk                          int    prompt positions evaluated at a time, over all ranks
     prompt_grad                    str    detached or exact
-    prompt_grad_window             int    prompt positions the gradient walks back through; null: all of them
+    prompt_grad_window             int    prompt positions the gradient goes back through; null: all of them
     refresh_every                  int    optimizer steps that share one retained prompt
     state_age                      int    optimizer steps since the prompt was evaluated
     peak_allocated_bytes           int    most bytes allocated at once during the step, on the worst rank
@@ -109,10 +109,10 @@ KEYS = _keys("""
     peak_verb                      str    the verb during which it was reached
     peak_by_verb                   dict   peak within each verb
     peak_reserved_bytes            int    most bytes held by the allocator, used or not
-    predicted_peak_bytes           int    what budget.py said beforehand
-    measured_by                    str    cuda, or storages counted by memory.py
+    predicted_peak_bytes           int    predicted before the step by memory.estimate
+    measured_by                    str    cuda, or storages as counted by memory.meter
     peak_bytes_by_kind             dict   what the peak consisted of
-    predicted_bytes_by_kind        dict   what budget.py said it would consist of
+    predicted_bytes_by_kind        dict   what it was predicted to consist of
     parameter_bytes                int    parameters on one rank
     gradient_bytes                 int    their gradients
     optimizer_bytes                int    the optimizer's state
@@ -120,7 +120,7 @@ KEYS = _keys("""
     retained_bytes_by_kind         dict   the same by kind of state
     state_gradient_bytes           int    gradient buffers of the retained state, in host memory too
     snapshot_bytes                 int    states at chunk borders, kept for the prompt backward
-    host_bytes                     int    in host memory beside the device's, at most: rows, their gradient
+    host_bytes                     int    peak in host memory: rows and their gradient
     bytes_sent_by_collective       dict   sent by one rank, by collective operation
     seconds                        float  the whole step
     seconds_by_verb                dict   prefill, sample, score, replay, prompt_backward, optimizer
@@ -135,7 +135,7 @@ KEYS = _keys("""
     entropy                        float  mean over tokens, nats
     grad_norm                      float  before clipping
     logprob_drift                  float  mean absolute difference from a freshly evaluated prompt
-    loss_drift                     float  the loss's relative difference from the same; null on policy: it has none
+    loss_drift                     float  relative difference of the loss from the same; null on policy
     commit                         str    of the checkout; null where there is none
     dirty                          bool   whether tracked files differed from that commit
     versions                       dict   of Python and the packages that matter
@@ -145,11 +145,11 @@ KEYS = _keys("""
 
 
 class RecordError(RuntimeError):
-    """A record that could not be written, or a row that is not what the listing says; the message says which."""
+    """A record could not be written, or a row does not match the listing."""
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as what JSON knows: tensors and numpy scalars as numbers, dataclasses as dicts, else as str."""
+    """Return ``value`` as JSON types: tensors and numpy scalars as numbers, dataclasses as dicts, others as str."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if is_dataclass(value) and not isinstance(value, type):
@@ -164,9 +164,9 @@ def plain(value: Any) -> Any:
 
 
 def complete(row: dict[str, Any]) -> dict[str, Any]:
-    """Return ``row`` with every key of the listing, in its order, nulls where it says nothing.
+    """Return ``row`` with every key of the listing, in its order, null where ``row`` has none.
 
-    Keys that are not in the listing are left out; ``check`` is there to find them.
+    Keys that are not in the listing are dropped; ``check`` finds them.
     """
     full = {name: plain(row.get(name)) for name in KEYS}
     full["schema"] = SCHEMA
@@ -218,16 +218,16 @@ def numbers(value: Any) -> Any:
 
 
 def status_word(status: Any, mode: Any) -> str:
-    """Return how a job ended in one word: what was simulated or emulated did not run, so it is not called ``ok``."""
+    """Return how a job ended in one word; for a finished simulation or emulation its mode, not ``ok``."""
     words = {"simulate": "simulated", "emulate": "emulated"}
     return words.get(str(mode), str(status)) if status == "ok" else str(status)
 
 
 def carried_gradient(asked: dict[str, Any], step: dict[str, Any]) -> tuple[str | None, int | None]:
-    """Return through how much of the prompt the gradient went: ``detached`` or ``exact``, and the window if it ended.
+    """Return how far the gradient went into the prompt: ``detached`` or ``exact``, and the window if it was limited.
 
-    ``step`` is a record, which says how many prompt positions were evaluated again; where it does not, the keys
-    ``prompt_grad`` and ``prompt_grad_window`` of ``asked`` decide.
+    ``step`` is a record with the number of prompt positions evaluated again; if it has none, the keys ``prompt_grad``
+    and ``prompt_grad_window`` of ``asked`` decide.
     """
     grad, window = asked.get("prompt_grad"), asked.get("prompt_grad_window")
     if grad != "exact":

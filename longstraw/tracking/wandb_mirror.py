@@ -1,6 +1,6 @@
-"""A copy of the records in W&B, sent from a thread: the one doorway to wandb.
+"""Send a copy of the records to W&B from a thread. The only module of the package that imports wandb.
 
-Nothing here raises into the run, and only ``close`` waits, for a limited time.
+Errors of W&B become warnings and never exceptions in the run; only ``close`` waits, for a limited time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ INIT_SECONDS = 30
 FINISH_SECONDS = 60  # wandb's own default waits for a lost server for ever
 
 
-REOPEN_SECONDS = 60  # a lost W&B is opened again at most this often
+REOPEN_SECONDS = 60  # a failed W&B run is opened again at most this often
 
 
-UNSURE_SECONDS = 3 * FLUSH_SECONDS  # what a lost W&B was given so shortly before may not be in its file
+UNSURE_SECONDS = 3 * FLUSH_SECONDS  # rows sent so shortly before W&B failed may not be in its file
 
 
-BACKLOG_ROWS = 10_000  # rows that wait for W&B; beyond that it misses some, the record does not
+BACKLOG_ROWS = 10_000  # rows that wait for W&B; further ones are not sent to it
 
 
 class WandbMirror:
@@ -74,24 +74,24 @@ class WandbMirror:
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry would ask for the network
         try:
-            import wandb  # here, not in the thread: imports of two threads at once can meet half-made modules
+            import wandb  # here, not in the thread: simultaneous imports may see half-initialised modules
         except (Exception, SystemExit) as error:
             _warn(f"wandb cannot be imported ({_short(error)}); going on without it")
             return None
         return WandbMirror(wandb, folder, mode, options)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Hand a row over; drop it if W&B is far behind or gone."""
+        """Queue a row; drop it if W&B is too far behind or has failed."""
         if self._given_up:
             return
         try:
             self._queue.put_nowait(row)
         except queue.Full:
             self._given_up = True
-            _warn(f"it is {BACKLOG_ROWS} rows behind; it gets no more of them")
+            _warn(f"it is {BACKLOG_ROWS} rows behind; further rows are not sent")
 
     def close(self, exit_code: int, *, preempted: bool) -> None:
-        """Let W&B take what waits and finish; leave it behind if it does not."""
+        """Send what is queued and finish the run; give up after a time limit."""
         self._exit_code, self._preempted = exit_code, preempted
         self._stop.set()
         with contextlib.suppress(queue.Full):
@@ -121,7 +121,7 @@ class WandbMirror:
             self._given_up = True
 
     def _send(self) -> None:
-        """Log what waits; on failure take the run as lost, and open it again if that is not too soon."""
+        """Send what is queued; after a failure open the run again, but not too often."""
         while self._backlog:
             if self._run is None and not self._reopen():
                 return
@@ -136,7 +136,7 @@ class WandbMirror:
                 self._sent.popleft()
 
     def _lose(self) -> None:
-        """Take the run as lost, and what it may not have written as not sent: a row twice is better than none."""
+        """Mark the run as failed and queue its latest rows again: a row twice is better than a missing one."""
         self._drop()
         self._backlog.extendleft(row for _, row in reversed(self._sent))
         self._sent.clear()
@@ -219,7 +219,7 @@ class WandbMirror:
             self._wandb.teardown()
 
     def _warn(self, message: str) -> None:
-        """Say each thing once: a lost run may fail to open again every minute for days."""
+        """Warn once for each message: opening a run may fail every minute for days."""
         if message not in self._said:
             self._said.add(message)
             _warn(message)
@@ -237,7 +237,7 @@ def _has_key(wandb: Any) -> bool:
         found = found or bool(
             wbauth.authenticate_session(host=host, source="longstraw", prompt=False, update_session=False)
         )
-    except Exception as error:  # none of this is a promise of wandb's
+    except Exception as error:  # wandb may change any of this
         log.debug("looking for a key: %s", _short(error))
     return found
 

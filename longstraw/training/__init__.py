@@ -1,1 +1,1 @@
-"""The training loop: steps, optimizer, checkpoints, and what is measured meanwhile."""
+"""The training loop: steps, optimizer, checkpoints, and the measurement of memory and time."""

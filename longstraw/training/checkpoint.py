@@ -1,8 +1,8 @@
-"""Checkpoints of a job: what is trained, the optimizer, the random states and the step, written whole or not at all.
+"""Write and read a job's checkpoints: trained parameters, optimizer, random states and step; whole or not at all.
 
-A checkpoint is a folder ``step-00000012``: 12 optimizer steps are in it, and the next one is number 12. The data and
-the learning rate of a step follow from its number, so the number is their state too. The retained prompt is not in it:
-it is evaluated anew. All ranks write, through torch.distributed.checkpoint, so tensors may be DTensors and another
+A checkpoint is a folder ``step-00000012``: 12 optimizer steps are in it, and the next one is number 12. Data and
+learning rate follow from the step's number and need no state of their own. The retained prompt is not saved but
+evaluated anew. All ranks write, through torch.distributed.checkpoint, so tensors may be DTensors and another
 number of ranks may read.
 
     step-00000012/state.json     step, attempt, ranks, configuration, length and sum of every other file; written last
@@ -32,10 +32,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from longstraw.config.specification import differing_keys
 from longstraw.errors import RankLostError, describe, os_error, os_reason, status_of, write_error
+from longstraw.parallel.fsdp import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ BLOCK = 1 << 24  # bytes read at a time for a file's sum
 
 
 class CheckpointMismatchError(ValueError):
-    """A whole checkpoint of something else than what is to be restored; the message says how they differ."""
+    """A checkpoint is intact but does not fit the job; the message says how they differ."""
 
 
 def any_rank(flag: bool) -> bool:
@@ -60,7 +60,7 @@ def any_rank(flag: bool) -> bool:
 
 @dataclass(frozen=True)
 class Owner:
-    """The run that checkpoints belong to: its configuration (nothing is checked without one) and its attempt.
+    """The run that checkpoints belong to: its configuration (without one nothing is checked) and its attempt.
 
     ``keep_last`` checkpoints are kept.
     """
@@ -73,9 +73,9 @@ class Owner:
 class Checkpoints:
     """The checkpoints of one job, in a folder that all its ranks share.
 
-    ``parameters`` are the trained ones by name, restored in place, and ``updated`` the tensors that the optimizer
-    updates in their stead, such as copies in host memory. ``owner`` is the run they belong to.
-    ``superseded`` says whether a later attempt of the job has begun: then nothing is written any more.
+    ``parameters`` are the trained ones by name, restored in place; ``updated`` the tensors that the optimizer updates
+    for them, such as copies in host memory; ``owner`` the run they belong to. ``superseded`` returns whether a later
+    attempt of the job has begun: then nothing more is written.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Checkpoints:
         named = {id(tensor) for tensor in self.updated.values()}
         groups = optimizer.param_groups if optimizer is not None else []
         if set(self.updated) != set(self.parameters) or not {id(p) for g in groups for p in g["params"]} <= named:
-            raise ValueError("the optimizer updates tensors that no name was given for; its state would be lost")
+            raise ValueError("the optimizer updates tensors without a name; their state would be lost")
         self.owner, self.superseded = owner or Owner(), superseded
         self.newest: int | None = None  # step of the newest one written or read
 
     def save(self, step: int) -> bool:
-        """Write a checkpoint of the first ``step`` steps; return whether it stands. All ranks call it together."""
+        """Write a checkpoint of the first ``step`` steps; return whether it was written. All ranks call it together."""
         place = self.folder / _name(step)
         beside = self.folder / f".{place.name}.attempt-{self.owner.attempt}"
         try:
@@ -107,7 +107,7 @@ class Checkpoints:
         except Exception as error:
             found = os_error(error) or write_error(beside if beside.exists() else self.folder)
             if _rank() == 0:
-                shutil.rmtree(beside, ignore_errors=True)  # on a full disk the record needs the room
+                shutil.rmtree(beside, ignore_errors=True)  # on a full disk, leave room for the record
             if found is None:
                 raise
             reason = self._unwritten(step, found)
@@ -117,7 +117,7 @@ class Checkpoints:
 
     def _write(self, step: int, place: Path, beside: Path) -> bool:
         if _rank() == 0:
-            shutil.rmtree(beside, ignore_errors=True)  # of a save that was killed
+            shutil.rmtree(beside, ignore_errors=True)  # left by a save that was killed
             beside.mkdir(parents=True)
         _together()
         with _plain():
@@ -135,7 +135,7 @@ class Checkpoints:
         return stands
 
     def _unwritten(self, step: int, error: OSError) -> str:
-        """Return what a user should know of a checkpoint that could not be written."""
+        """Return the error message for a checkpoint that could not be written."""
         older = f"that of step {self.newest} is whole" if self.newest is not None else "there is no older one"
         again = f"once it can be, go on with: python -m longstraw.status {self.folder.parent} --again"
         return f"{os_reason(error)}: the checkpoint of step {step} is not written, {older}; {again}"
@@ -143,13 +143,13 @@ class Checkpoints:
     def load(self) -> int | None:
         """Restore the newest whole checkpoint; return its step, or ``None`` where there is none.
 
-        A broken one is passed over with a warning, nothing of it is read into the parameters. Raises
-        ``CheckpointMismatchError`` where a whole one does not fit.
+        A broken one is skipped with a warning, before anything is read into the parameters. Raises
+        ``CheckpointMismatchError`` if an intact one does not fit.
         """
         for name, state in _from_first(lambda: [(x, read_state(self.folder / x)) for x in _steps(self.folder)]):
             if wrong := _wrong(self.folder / name, state):
                 if _rank() == 0:
-                    log.warning("checkpoint %s is broken and passed over: %s", self.folder / name, wrong)
+                    log.warning("checkpoint %s is broken and skipped: %s", self.folder / name, wrong)
                 continue
             self._check_owner(self.folder / name, state)
             self._read(self.folder / name)
@@ -174,7 +174,7 @@ class Checkpoints:
             json.dump(state, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if place.exists():  # of an earlier attempt that got as far
+        if place.exists():  # from an earlier attempt
             old = place.with_name(f".{place.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             place.rename(old)
@@ -202,7 +202,7 @@ class Checkpoints:
         with torch.no_grad():
             for name, updated in self.updated.items():
                 if updated is not self.parameters[name]:
-                    _local(updated).copy_(_local(self.parameters[name]))
+                    local_tensor(updated).copy_(local_tensor(self.parameters[name]))
         if self.optimizer is not None:
             self.optimizer.state.clear()
             for (name, key), value in moments.items():
@@ -221,13 +221,13 @@ class Checkpoints:
             like, dtype = self.updated[name].detach(), item.properties.dtype
             if tuple(item.size) == tuple(like.shape):
                 moments[name, key] = torch.zeros_like(like, dtype=dtype)
-            else:  # such as the count of steps, which the fused kernels want beside the parameter
+            else:  # such as the step count, which fused kernels need on the parameter's device
                 device = like.device if self.optimizer.defaults.get("fused") else "cpu"
                 moments[name, key] = torch.zeros(tuple(item.size), dtype=dtype, device=device)
         return moments
 
     def _check_owner(self, place: Path, state: Mapping[str, Any]) -> None:
-        """Raise ``CheckpointMismatchError`` for a checkpoint of a run whose numbers are not this one's."""
+        """Raise ``CheckpointMismatchError`` if the checkpoint is of a run with another configuration."""
         keys = differing_keys(state.get("config") or self.owner.config, self.owner.config) if self.owner.config else {}
         steps = self.owner.config.get("steps")
         if steps is not None and int(state["step"]) > steps:
@@ -235,8 +235,8 @@ class Checkpoints:
         if keys:
             wrong = ", ".join(f"{key} ({before} there, {now} here)" for key, (before, now) in keys.items())
             raise CheckpointMismatchError(
-                f"{place} is of a run with another configuration: {wrong}; go on with it as it was, or start a run in "
-                "another folder"
+                f"{place} is of a run with another configuration: {wrong}; resume it with that "
+                "configuration, or start a run in another folder"
             )
 
     def _check(self, place: Path, sizes: Mapping[str, tuple[int, ...]]) -> None:
@@ -258,7 +258,7 @@ class Checkpoints:
 
 
 def read_state(place: Path) -> dict[str, Any]:
-    """Return the ``state.json`` of a checkpoint; empty if there is none, or it is torn or of another format."""
+    """Return the ``state.json`` of a checkpoint; empty if it is missing, incomplete or of another format."""
     try:
         state = json.loads((place / STATE).read_text())
     except (OSError, ValueError):
@@ -277,7 +277,7 @@ def _steps(folder: Path) -> list[str]:
 
 
 def _wrong(place: Path, state: dict[str, Any]) -> str:
-    """Return how a checkpoint is not what was written; empty if it is whole."""
+    """Return how a checkpoint differs from what was written; empty if it is intact."""
     if not state:
         return f"{STATE} is missing or torn"
     written = state["files"]
@@ -312,11 +312,6 @@ def _difference(written: list[int], found: list[int]) -> str:
     return f"has {found[0]:,} of {written[0]:,} bytes" if found[0] != written[0] else "has other content"
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def random_states() -> dict[str, Tensor]:
     """Return this rank's random states by name."""
     states = {f"random.{_rank()}.cpu": torch.get_rng_state()}
@@ -326,13 +321,13 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Set this rank's; a rank that was not there when they were written keeps its own."""
+    """Set this rank's random states; a rank without saved ones keeps its own."""
     for name, state in states.items():
         (torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state)(state)
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can."""
+    """Sync a folder's entries to disk, if the file system can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -344,9 +339,9 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Keep torch from warning that a single rank is one, and raise what went wrong as what it was, with its rank.
+    """Silence torch's warning about a single rank, and raise the original error, with its rank, in place of torch's.
 
-    torch raises no ``Exception`` here, so what handles those would miss a full disk.
+    torch's own is no ``Exception``, so handlers of exceptions would miss a full disk.
     """
     try:
         with warnings.catch_warnings():
@@ -378,7 +373,7 @@ def _together() -> None:
 
 
 def _from_first(look: Callable[[], list[Any]]) -> list[Any]:
-    """Return what rank 0 sees: on a shared file system the ranks may see different listings for a while."""
+    """Return rank 0's result on all ranks: on a shared file system their listings may differ for a while."""
     if not _ranks_are_several():
         return look()
     said = [look() if _rank() == 0 else None]

@@ -1,7 +1,7 @@
-"""When a job's checkpoints are written, from which one an attempt goes on, and what the record says of it.
+"""Decide when a job's checkpoints are written and from which one an attempt resumes, for the loop and the record.
 
-With ``refresh_every`` above 1 the parameters between two refreshes do not go with a freshly evaluated prompt, so
-checkpoints stand at refreshes only; what was done since is done again.
+With ``refresh_every`` above 1 checkpoints are written at refreshes only, because the prompt is evaluated anew on resume
+and would not be the one that the steps since the refresh used. Those steps are repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointPolicy:
-    """The checkpoints of a running job. Every rank has one and calls it at the same places."""
+    """The checkpoints of a running job. Every rank has one and calls its methods at the same places."""
 
     def __init__(self, trainer: Trainer, recorder: Recorder, stop: Stop) -> None:
         """Checkpoint what ``trainer`` trains, beside the records of ``recorder``."""
@@ -43,37 +43,37 @@ class CheckpointPolicy:
         self._random = random_states()
 
     def resume(self) -> int:
-        """Restore the newest whole checkpoint, if there is one; return the step to go on with."""
+        """Restore the newest intact checkpoint, if there is one; return the next step."""
         self._first = self.checkpoints.load()
         self._saved_at, self._random = time.monotonic(), random_states()
         return self._first or 0
 
-    def begin(self) -> None:
-        """Stand at the border before a step: stop here if the job was asked to end."""
+    def before_step(self) -> None:
+        """Raise ``Preempted`` if the job was asked to end."""
         self._random = random_states()
         self.stop.check()
 
-    def facts(self, step: int) -> dict[str, Any]:
-        """Return what the record of a step says of attempts; raise ``Superseded`` where it must not be written."""
+    def attempt_keys(self, step: int) -> dict[str, Any]:
+        """Return the record's keys about attempts; raise ``Superseded`` if a later attempt has begun."""
         if any_rank(self.recorder.superseded):
-            raise Superseded("a later attempt of this job has begun; this one ends and leaves everything to it")
+            raise Superseded("a later attempt of this job has begun, so this one ends and writes nothing")
         return {"resumed_step": self._first, "repeated": step <= self._recorded}
 
-    def end(self, step: int) -> None:
-        """Stand at the border after ``step`` steps: write a checkpoint if one is due."""
+    def after_step(self, step: int) -> None:
+        """Write a checkpoint after ``step`` steps, if one is due."""
         if step < self.config.steps and self._due(step):
             self._save(step)
 
-    def leave(self, step: int, asked: Preempted) -> dict[str, Any]:
-        """Write a checkpoint in answer to ``asked``, in step number ``step`` of which nothing is kept; return a row."""
+    def on_preemption(self, step: int, asked: Preempted) -> dict[str, Any]:
+        """Write a checkpoint because the job was asked to end during ``step``, which is dropped; return the record."""
         newest = self.checkpoints.newest
         if step % self.config.refresh_every == 0 and newest != step:
-            set_random_states(self._random)  # the step that was left may have drawn from them
+            set_random_states(self._random)  # the interrupted step may have drawn from them
             self._save(step)
         newest = self.checkpoints.newest
         asked.progressed = newest is not None and newest > (self._first or 0)
         kept = f"the checkpoint of step {newest} is whole" if newest is not None else "there is no checkpoint yet"
-        again = f", {step - (newest or 0)} steps will be done again" if step > (newest or 0) else ""
+        again = f", {step - (newest or 0)} steps will be repeated" if step > (newest or 0) else ""
         asked.reason = f"{asked}; {kept}{again}"
         return {"step": step, "status": "preempted", "error": asked.reason, "resumed_step": self._first}
 
@@ -102,7 +102,7 @@ def last_step(folder: Path, attempt: int) -> int:
         for line in lines:
             try:
                 row = numbers(json.loads(line))
-            except ValueError:  # torn by a kill
+            except ValueError:  # cut off by a kill
                 continue
             if isinstance(row, dict) and row.get("status") == "ok" and isinstance(row.get("step"), int):
                 last = max(last, row["step"])

@@ -1,4 +1,4 @@
-"""Arithmetic of a step: what the model says of its passes, times how often the step makes each."""
+"""Count the FLOPs of a step: those of each pass, as the model gives them, times the number of such passes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from longstraw.config import RunConfig, gradient_start
 from longstraw.models.decoder import Decoder
 
-# A backward takes twice its forward; with every block, and every tile of logits, evaluated again it makes four in all.
+# Forward 1, backward 2, and 1 because checkpointed blocks and tiles of logits are evaluated again in the backward.
 WITH_BACKWARD = 4
 
 
@@ -20,11 +20,11 @@ def step_flops(
     prefilled: bool,
     scored: int,
 ) -> float:
-    """Return the arithmetic of one step that trains every parameter, over all ranks; two operations a multiply-add.
+    """Return the FLOPs of one step that trains every parameter, over all ranks; a multiply-add counts as two.
 
     ``responses`` are the lengths of all responses; ``prefilled`` whether the prompt was evaluated in this step, and by
     the reference too where there is a KL term; ``scored`` how often all responses were evaluated without a graph.
-    Beneath an adapter a third of the backward's products with weights is not made: that is not counted here.
+    With an adapter a third of the backward's products with weights is not computed; the count includes it all the same.
     """
     retained = prompt_positions - 1
     total = 0

@@ -1,4 +1,4 @@
-"""The loop of a job: groups in, optimizer steps, one record a step."""
+"""Run the steps of a job: resume from a checkpoint, take each step, write its record, save at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(ValueError):
-    """A step whose loss or gradient is NaN or infinite; its record is written, its parameters are unchanged."""
+    """The loss or gradient of a step is NaN or infinite; its record is written, the parameters are unchanged."""
 
 
 def run_job(
@@ -34,10 +34,10 @@ def run_job(
     identity: RunIdentity,
     ranks: Ranks | None = None,
 ) -> Preempted | None:
-    """Run the steps of one job and write its records to ``run_dir``; go on from its newest checkpoint, if it has one.
+    """Run the steps of one job and write its records to ``run_dir``; resume from its newest checkpoint, if it has one.
 
-    A step that fails has its record too, with what had been measured until then; the exception goes on. A job that was
-    asked to end writes a checkpoint and a record of that, and returns why it ended.
+    A step that fails gets a record with what was measured until then, and the exception propagates. A job that was
+    asked to end writes a checkpoint and a record, and returns why it ended.
     """
     folder, rank, attempt = Path(run_dir), ranks.rank if ranks is not None else 0, identity.attempt
     checked, wrong = check_job(config)
@@ -53,7 +53,7 @@ def run_job(
         try:
             if wrong is not None:
                 raise wrong
-            if any_rank(stop.asked is not None):  # while all this was loaded
+            if any_rank(stop.asked is not None):  # while modules were imported and ranks connected
                 return _unbegun(recorder, stop, folder, attempt)
             trainer = build_trainer(config, watch)
             keeper = CheckpointPolicy(trainer, recorder, stop)
@@ -63,7 +63,7 @@ def run_job(
                     _discard_saved(folder)
                 _save(trainer, folder)
         except Preempted as asked:
-            recorder.log({**model_facts(trainer), **keeper.leave(progress.step, asked)})
+            recorder.log({**model_facts(trainer), **keeper.on_preemption(progress.step, asked)})
             return asked
         except (NotFiniteError, Superseded):
             raise
@@ -77,7 +77,7 @@ def run_job(
 
 
 def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Preempted:
-    """Record that the job was asked to end before it had loaded its model, which may take longer than it has left."""
+    """Record that the job was asked to end before its model was loaded, and do not load it: that may take too long."""
     asked = stop.preempted()
     asked.reason = f"{asked}; this attempt had not begun"
     recorder.log({"step": last_step(folder, attempt) + 1, "status": "preempted", "error": asked.reason})
@@ -85,37 +85,37 @@ def _unbegun(recorder: Recorder, stop: Stop, folder: Path, attempt: int) -> Pree
 
 
 def _save(trainer: Trainer, folder: Path) -> None:
-    """Save what was trained; on a full disk say so, whatever the library that writes says."""
+    """Save what was trained; report a full disk in plain words whatever the writing library raises."""
     try:
         save_trained(trainer, folder)
     except Exception as error:
         found = os_error(error)
         if found is None:
             raise
-        again = f"once it can be: python -m longstraw.status {shlex.quote(str(folder))} --again"
+        again = f"once there is room: python -m longstraw.status {shlex.quote(str(folder))} --again"
         raise OSError(found.errno, f"{os_reason(found)}: what was trained is not saved; {again}") from error
 
 
 def _discard_saved(folder: Path) -> None:
-    """Remove what an earlier attempt saved that was killed then, or after it."""
+    """Remove a model or adapter that an earlier attempt saved before it was killed."""
     for pattern in ("model", "adapter", ".model.*", ".adapter.*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _take_steps(trainer: Trainer, keeper: CheckpointPolicy) -> None:
-    """Take the steps that no checkpoint has, each with its record; ``progress.step`` is the one that is being taken."""
+    """Take the remaining steps and write their records; ``progress.step`` is the current one."""
     facts = model_facts(trainer)
     first = keeper.resume()
     trainer.tag_optimizer()
     for step in range(first, trainer.config.steps):
         trainer.watch.progress.step = step
-        keeper.begin()
+        keeper.before_step()
         row = trainer.step(step)
-        keeper.recorder.log({**facts, **row, **keeper.facts(step)})
+        keeper.recorder.log({**facts, **row, **keeper.attempt_keys(step)})
         if row["status"] != "ok":
             raise NotFiniteError(f"step {step}: {row['error']}")
-        keeper.end(step + 1)
+        keeper.after_step(step + 1)
 
 
 def _failure(error: Exception, step: int, watch: Monitor) -> dict[str, Any]:

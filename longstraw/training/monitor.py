@@ -1,14 +1,13 @@
-"""What watches a step from outside: clock, peaks of memory, and a progress file for whoever looks on."""
+"""Measure a step while it runs: seconds and peak memory by verb, and a progress file for ``longstraw.status``."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -16,16 +15,14 @@ import torch
 from longstraw.memory.meter import NO_VERB, MemoryMeter
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Stop
+from longstraw.runtime.whole_files import write_whole
 from longstraw.step import Holder, Observer
 
 PROGRESS_SECONDS = 0.5  # between two writes of the progress file
 
 
 class Progress:
-    """``progress.json`` in a run's folder: verb, positions done and in all, and step. Written whole or not at all.
-
-    Without a path nothing is written.
-    """
+    """Write ``progress.json``: verb, positions done and in total, and step. Without a path nothing is written."""
 
     def __init__(self, path: Path | None):
         self.path, self.step = path, 0
@@ -44,17 +41,13 @@ class Progress:
         self._written = time.monotonic()
         if self.path is None:
             return
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         content = {"step": self.step, "verb": self._verb, "done": self._done, "total": self._total}
-        try:
-            beside.write_text(json.dumps(content))
-            os.replace(beside, self.path)
-        except OSError:  # somebody to look at it is no reason to stop
-            beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a progress file that cannot be written does not stop the run
+            write_whole(self.path, json.dumps(content))
 
 
 class Peaks:
-    """The peak of a step whose measuring is interrupted."""
+    """The peak memory of a step, by the meter's count of storages; measuring can be paused with ``aside``."""
 
     measured_by = "storages"
     reserved: int | None = None
@@ -80,13 +73,13 @@ class Peaks:
 
     @contextmanager
     def during(self, verb: str) -> Iterator[None]:
-        """Attribute what is reached in this block to ``verb``."""
+        """Attribute the peak within this block to ``verb``."""
         with self.meter.verb(verb):
             yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave what is reached in this block out."""
+        """Leave the peak within this block out."""
         self.collect()
         before = {name: copy.copy(value) for name, value in vars(self).items() if name != "meter"}
         try:
@@ -95,15 +88,15 @@ class Peaks:
             vars(self).update(before)
             self._reset()
 
-    def settle(self) -> None:
-        """Wait for what was started on the device, before a clock is read."""
+    def synchronize(self) -> None:
+        """Wait for the device before a clock is read."""
 
     def _reset(self) -> None:
         self.meter.reset_peak()
 
 
 class CudaPeaks(Peaks):
-    """The peak as the CUDA allocator knows it; which kinds it was made of is still the meter's count."""
+    """The peak according to the CUDA allocator; its parts by kind are still the meter's count."""
 
     measured_by = "cuda"
 
@@ -132,7 +125,7 @@ class CudaPeaks(Peaks):
         finally:
             self._switch(NO_VERB)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def _reset(self) -> None:
@@ -157,7 +150,7 @@ class Monitor(Observer):
         *,
         backend: str = "cpu",
     ):
-        """``traffic`` counts what is sent where there are several ranks; ``backend`` says who measures memory."""
+        """``traffic`` counts the bytes that several ranks send; ``backend`` decides how memory is measured."""
         self.meter, self.progress, self.traffic = meter, progress, traffic
         self.peaks = CudaPeaks(meter) if backend == "cuda" else Peaks(meter)
         self.stop = stop or Stop()
@@ -179,7 +172,7 @@ class Monitor(Observer):
             with self.peaks.during(name), self.traffic.verb(name) if self.traffic is not None else nullcontext():
                 yield
         finally:
-            self.peaks.settle()
+            self.peaks.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def advance(self, positions: int) -> None:
@@ -193,14 +186,14 @@ class Monitor(Observer):
         self.note()
 
     def note(self) -> None:
-        """Note what each kind holds now, if it is more than before."""
+        """Update the maximum of each kind with what it holds now."""
         on_host = self.meter.host_bytes_by_kind()
         for kind, size in self.meter.bytes_by_kind().items():
             self.most[kind] = max(size + on_host[kind], self.most.get(kind, 0))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave what happens inside out of the step's clock and peak: it measures the step, it is no part of it."""
+        """Leave this block out of the step's seconds and peak, for measurements that are not part of the step."""
         seconds, most = dict(self.seconds), dict(self.most)
         sent = Counter(self.traffic.sent) if self.traffic is not None else None
         try:

@@ -1,4 +1,4 @@
-"""A step's end: gradients add up, their norm is clipped, and the optimizer takes its step, on one rank or many."""
+"""Accumulate gradients, clip their norm and update the parameters, on one rank or many."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from longstraw.parallel.parallelize import Parallel
 
 
 class Optimizer:
-    """The trained parameters, where their gradients add up, and what updates them.
+    """The trained parameters, their accumulated gradients and the optimizer.
 
-    A step adds hundreds of gradients, one a branch and one a chunk. In bfloat16 the small ones among them would be
-    lost, so they add up in float32 beside the parameters, unless ``gradient_dtype`` is ``model``. With ``device``
-    ``cpu`` the parameters have copies in host memory; those are updated there, where the optimizer's state lies.
+    A step adds hundreds of gradients, one a branch and one a chunk. In bfloat16 the small ones would be lost, so they
+    are accumulated in float32 buffers, unless ``gradient_dtype`` is ``model``. With ``device`` ``cpu`` copies of the
+    parameters are updated in host memory, where the optimizer's state is, and copied back.
     """
 
     def __init__(
@@ -31,13 +31,11 @@ class Optimizer:
         *,
         note: Callable[[str, Any], object] = lambda kind, tensors: None,
     ):
-        """``note`` gets ``gradients`` as they are made, and the ``optimizer``'s state after each step."""
+        """``note`` is called with new ``gradients``, and with the state of the ``optimizer`` after a step."""
         self.parameters, self.config, self.parallel, self._note = list(parameters), config, parallel, note
-        self._sums: dict[int, Tensor] = {}  # by a parameter's id, this rank's part; those of narrow parameters
+        self._sums: dict[int, Tensor] = {}  # float32 sums by a parameter's id, this rank's part
         for parameter in self.parameters:
-            narrow = torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
-            summed = narrow and config.gradient_dtype == "float32"
-            parameter.register_post_accumulate_grad_hook(self._add if summed else self._made)
+            parameter.register_post_accumulate_grad_hook(self._add if self.is_summed(parameter) else self._made)
         self.updated = self.parameters if config.device is None else [_host_copy(p) for p in self.parameters]
         self.optimizer = _adamw(self.updated, config) if config.name == "adamw" else None
         if self.optimizer is not None and config.device is not None:
@@ -45,9 +43,9 @@ class Optimizer:
                 self.optimizer.state[updated] = _host_state(updated)
 
     def update(self, loss: Tensor) -> float:
-        """Clip the gradients, take the optimizer's step and drop them; return their norm before clipping.
+        """Clip the gradients, update the parameters and drop the gradients; return their norm before clipping.
 
-        A loss or norm that is not finite takes no step: the parameters stay as they were.
+        If the loss or the norm is not finite the parameters stay as they were.
         """
         if self.parallel is not None:
             self.parallel.finish_gradients(self._gradient)
@@ -67,7 +65,7 @@ class Optimizer:
         return read_scalar(norm, 0.0)
 
     def make_state(self) -> None:
-        """Make the state that the first step would make, by a step with gradients of 0."""
+        """Allocate the optimizer's state, as the first step does, by a step with gradients of 0."""
         if self.optimizer is not None:
             for updated in self.updated:
                 updated.grad = torch.zeros_like(updated)
@@ -76,12 +74,17 @@ class Optimizer:
             self._note("optimizer", self.state())
 
     def drop_state(self) -> None:
-        """Drop what ``make_state`` made."""
+        """Drop the state that ``make_state`` allocated."""
         if self.optimizer is not None and self.config.device is None:
             self.optimizer.state.clear()
 
+    def make_gradient(self, parameter: nn.Parameter) -> None:
+        """Allocate a gradient of ``parameter`` as a backward would, with no values."""
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        (self._add if self.is_summed(parameter) else self._made)(parameter)
+
     def gradients(self) -> Iterator[Tensor]:
-        """Yield this rank's part of every gradient that is there."""
+        """Yield this rank's part of every gradient."""
         for parameter in self.parameters:
             gradient = self._gradient(parameter)
             if gradient is not None:
@@ -94,8 +97,14 @@ class Optimizer:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return [local_tensor(value) for value in values if isinstance(value, Tensor)]
 
+    def own(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return what is kept for one parameter: the optimizer's state and, where it is updated there, its copy."""
+        updated = self.updated[next(i for i, p in enumerate(self.parameters) if p is parameter)]
+        state = [] if self.optimizer is None else list(self.optimizer.state[updated].values())
+        return state if updated is parameter else [updated, *state]
+
     def _step(self) -> None:
-        """Update the parameters; a gradient has their dtype and ends with the step."""
+        """Run the optimizer with gradients in the parameters' dtype, each freed after the step."""
         assert self.optimizer is not None
         for parameter, updated in zip(self.parameters, self.updated, strict=True):
             gradient = self._gradient(parameter)
@@ -116,6 +125,11 @@ class Optimizer:
                 for parameter, updated in zip(self.parameters, self.updated, strict=True):
                     local_tensor(parameter).copy_(local_tensor(updated), non_blocking=True)
 
+    def is_summed(self, parameter: nn.Parameter) -> bool:
+        """Return whether the gradients of ``parameter`` add up in float32 beside it."""
+        narrow = torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype
+        return narrow and self.config.gradient_dtype == "float32"
+
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if id(parameter) in self._sums:
             return self._sums[id(parameter)]
@@ -131,7 +145,7 @@ class Optimizer:
             self._note("gradients", gradient)
 
     def _add(self, parameter: Tensor) -> None:
-        """Take a parameter's new gradient over into its sum."""
+        """Add a parameter's new gradient to its sum and free it."""
         assert parameter.grad is not None
         new = local_tensor(parameter.grad)
         if id(parameter) in self._sums:

@@ -1,4 +1,4 @@
-"""One record of a step from what every rank says of it."""
+"""Combine the rows of all ranks into the one record of a step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SLOWEST = "seconds_by_verb"
 def reduce_rank_metrics(row: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]:
     """Return the record of a step, alike on all ranks, from this rank's ``row``.
 
-    Bytes are those of the rank with the highest peak. Prompts side by side add their positions up; of what was learnt
-    their mean is taken.
+    Bytes are those of the rank with the highest peak. Over data-parallel prompts positions are summed, and loss and
+    rewards averaged.
     """
     if parallel is None:
         return row | {"peak_allocated_bytes_by_rank": [row["peak_allocated_bytes"]]}
@@ -37,8 +37,8 @@ def reduce_rank_metrics(row: dict[str, Any], parallel: Parallel | None) -> dict[
 
 
 def merge(rows: list[dict[str, Any]], prompts: int) -> dict[str, Any]:
-    """Merge the rows of all ranks, in their order; ``prompts`` stand side by side, each over an equal run of ranks."""
-    firsts = rows[:: len(rows) // prompts]  # what the ranks of one prompt say of it is the same
+    """Merge the rows of all ranks, in rank order; each of the ``prompts`` has an equal number of consecutive ranks."""
+    firsts = rows[:: len(rows) // prompts]  # all ranks of one prompt have the same values
     merged = dict(max(rows, key=lambda row: row["peak_allocated_bytes"]))
     merged["peak_allocated_bytes_by_rank"] = [row["peak_allocated_bytes"] for row in rows]
     merges: list[tuple[tuple[str, ...], Callable[[Any], Any]]] = [

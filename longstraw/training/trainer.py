@@ -18,10 +18,10 @@ from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
 from longstraw.data.task import DataError, PromptTask
 from longstraw.grpo import Group, advantages, branch_losses
-from longstraw.memory.estimate import is_predicted, predict
+from longstraw.memory.estimate import known
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.models.lora import adapters_off, add_adapter, save_adapter
 from longstraw.ops.host_sync import read_scalar
 from longstraw.parallel.materialize import build_sharded, gather_model
@@ -241,8 +241,8 @@ class Trainer:
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
         fresh = shared.age == 0
         prediction = None
-        if is_predicted(self.config) and shared.rollout is None:
-            prediction = predict(
+        if shared.rollout is None:  # drawing has no count yet
+            prediction = known(
                 self.config,
                 prompt_positions=prompt_positions,
                 response_positions=longest,

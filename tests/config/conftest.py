@@ -1,4 +1,4 @@
-"""A stand-in for the training loop, put in its place in this process's children, so that jobs can be made to fail."""
+"""Replace the training loop in child processes by one that fails on demand, to test how failed jobs are handled."""
 
 import json
 import os
@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """Let no model be fetched, whatever the user's cache holds."""
+    monkeypatch.setenv("LONGSTRAW_CACHE", str(tmp_path / "cache"))
+
 
 FINDER = """
 import importlib.abc, importlib.util, os, sys

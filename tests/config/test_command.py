@@ -42,7 +42,7 @@ def test_help_without_torch(longstraw):
         (["+typo=1"], "longstraw: +typo=1: there is no key typo"),
         (["group_size=many"], "longstraw: group_size=many: Value 'many'"),
         (["group_size=2,8"], "longstraw: group_size=2,8: several values are a sweep, which wants -m"),
-        (["mode=emulate", "hardware=cuda"], "longstraw: mode=emulate plays a rank of hardware=cuda on one GPU"),
+        (["mode=emulate", "hardware=cuda"], "longstraw: mode=emulate runs a rank of hardware=cuda on one GPU"),
         (["response_length=1Ki"], "longstraw: response_length=1024 leaves no prompt in context=1024"),
         (["hardware=h20x8", "mode=run"], "longstraw: mode=run: hardware=h20x8 wants 8 GPUs, 0 visible here"),
         (
@@ -226,3 +226,27 @@ def test_the_stand_in_really_has_no_torch(stand_in):
     """The control of every test here: what needs torch fails in these processes."""
     done = subprocess.run([sys.executable, "-c", "import longstraw.step"], capture_output=True, text=True)
     assert "blocked" in done.stderr
+
+
+@pytest.mark.parametrize("given", [["--config-dir", "mine"], ["hydra.searchpath=[file://mine]"]], ids=["option", "key"])
+def test_option_files_of_the_user_are_options(stand_in, longstraw, given):
+    """They may inherit from ours; one that is wrong stops the command that chooses it, and no other."""
+    models = stand_in / "mine" / "model"
+    models.mkdir(parents=True)
+    (models / "small.yaml").write_text("defaults: [qwen3_6_tiny@_here_]\nname: small\nnum_hidden_layers: 4\n")
+    (models / "wrong.yaml").write_text("defaults: [qwen3_6_tiny@_here_]\nname: qwen3_6_tiny\n")
+    given = [text.replace("file://mine", f"file://{stand_in / 'mine'}") for text in given]
+    done = longstraw(*given, *TINY[1:], "model=small")
+    assert done.returncode == 0, done.stderr
+    (spec,) = stand_in.glob("runs/*/*/0/spec.json")
+    model = json.loads(spec.read_text())["config"]["model"]
+    assert (model["name"], model["num_hidden_layers"], model["hidden_size"]) == ("small", 4, 64)
+    done = longstraw(*given, *TINY[1:], "model=wrong")
+    assert done.returncode == 2
+    assert "wrong.yaml: name: qwen3_6_tiny is not the file's name; write name: wrong" in done.stderr
+
+
+def test_a_folder_of_option_files_that_is_missing_is_named(longstraw):
+    done = longstraw("--config-dir", "nowhere", *TINY)
+    assert done.returncode == 2
+    assert "nowhere: no such folder of option files" in done.stderr

@@ -18,7 +18,7 @@ from longstraw.launch import inputs
 from longstraw.launch.jobs import labels
 from longstraw.launch.spec import Job
 from longstraw.run import parse
-from longstraw.tracking.run_folder import table
+from longstraw.tracking.job_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = {"prompt": "hello", "responses": [{"text": "yes", "reward": 1.0}, {"text": "no", "reward": 0}]}
@@ -147,7 +147,7 @@ def test_a_file_that_broke_off_is_refused_before_any_job(tmp_path, kept):
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file.name}}))
     check_weights(tmp_path / "shards")
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read, it may have broken off"):
+    with pytest.raises(CheckpointError, match=r"model-1\.safetensors: cannot be read, it may be incomplete"):
         check_weights(tmp_path / "shards")
     with pytest.raises(CheckpointError, match="cannot be read"):
         inputs.check_inputs(config(model={"checkpoint": str(tmp_path / "shards")}))
@@ -162,7 +162,7 @@ def test_an_adapter_is_looked_at(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     check_adapter(tmp_path)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="broken off"):
+    with pytest.raises(CheckpointError, match="it may be incomplete"):
         check_adapter(tmp_path)
 
 

@@ -16,10 +16,14 @@ from longstraw.launch import display as watch
 from longstraw.launch import executors as submit
 from longstraw.launch import jobs as launch
 from longstraw.launch import placement
+from longstraw.launch.prepare import prepare
 from longstraw.launch.result import record_failure
+from longstraw.launch.slurm import is_configured
+from longstraw.launch.spec import Draft
 from longstraw.launch.worker import rank
 from longstraw.runtime.process_info import is_running
-from longstraw.tracking.run_folder import last_row, read_json, read_rows, table
+from longstraw.tracking.job_table import table
+from longstraw.tracking.run_folder import last_row, read_json, read_rows
 
 CPU = {"name": "cpu", "backend": "cpu"}
 FULL = {
@@ -50,18 +54,18 @@ def config(hardware=CPU, **values):
 
 
 def drafts(folder, *configs):
-    return [launch.Draft(num, [f"seed={num}", "steps=1"], folder / str(num), c) for num, c in enumerate(configs)]
+    return [Draft(num, [f"seed={num}", "steps=1"], folder / str(num), c) for num, c in enumerate(configs)]
 
 
 def prepared(folder, *configs):
-    return launch.prepare(drafts(folder, *configs), command="longstraw -m", sweep="s")
+    return prepare(drafts(folder, *configs), command="longstraw -m", sweep="s")
 
 
 def test_every_job_is_checked_before_any_is_frozen(tmp_path):
-    wrong = [launch.Draft(3, [], tmp_path / "3", None, "context: not a count")]
+    wrong = [Draft(3, [], tmp_path / "3", None, "context: not a count")]
     good, early = config(), config({"name": "gpu", "gpus_per_node": 1}, mode="run")
     with pytest.raises(ConfigError) as error:
-        launch.prepare([*drafts(tmp_path, good, early, early), *wrong], command="c", sweep="s")
+        prepare([*drafts(tmp_path, good, early, early), *wrong], command="c", sweep="s")
     lines = str(error.value).splitlines()
     assert lines[0] == "3 of 4 jobs are wrong, none was started"
     assert [line.split(":")[0] for line in lines[1:]] == ["jobs 1, 2", "job 3"]
@@ -142,6 +146,7 @@ def slurm(tmp_path, monkeypatch):
     kept.mkdir()
     scripts = {
         "sbatch": f'[ "$1" = --test-only ] && exit; n=$(ls {kept} | wc -l); cp "$1" {kept}/$n; echo "job 10$n"',
+        "sinfo": "echo p",
         "scontrol": "echo 'MaxArraySize = 3'",
         "srun": "exit 1",
         "scancel": "exit 0",
@@ -152,7 +157,9 @@ def slurm(tmp_path, monkeypatch):
         (tools / name).chmod(0o755 | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    return lambda: [path.read_text() for path in sorted(kept.iterdir())]
+    is_configured.cache_clear()
+    yield lambda: [path.read_text() for path in sorted(kept.iterdir())]
+    is_configured.cache_clear()
 
 
 def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):

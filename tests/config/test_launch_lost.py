@@ -89,7 +89,7 @@ def test_a_job_that_could_not_write_why_it_failed_is_not_called_killed(job, tmp_
     handle = Handle(over=True)
     handle.paths.stdout = tmp_path / "log.out"
     handle.paths.stdout.write_text("Traceback\nOSError: [Errno 28] No space left on device\n")
-    assert "could not write so itself (OSError: [Errno 28] No space" in launch._death_reason(job, handle, 1.0)
+    assert "could not record it (OSError: [Errno 28] No space" in launch._death_reason(job, handle, 1.0)
 
 
 def test_a_job_that_is_started_again_fences_off_what_is_left_of_it(job, monkeypatch):

@@ -1,7 +1,9 @@
+import subprocess
+
 import pytest
 
 from longstraw.config import ConfigError, HardwareConfig, from_dict, load_model_config, to_dict
-from longstraw.launch import placement
+from longstraw.launch import placement, slurm
 
 CPU = {"name": "cpu", "backend": "cpu"}
 NODE = {"name": "h20x8", "gpus_per_node": 8, "partition": "h20"}
@@ -22,8 +24,9 @@ def job(hardware, mode="auto"):
     return from_dict({"model": model, "hardware": hardware, "data": {"name": "needle"}, "mode": mode, "context": 1024})
 
 
-def with_slurm(monkeypatch):
+def with_slurm(monkeypatch, configured=True):
     monkeypatch.setattr(placement.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "sbatch" else None)
+    monkeypatch.setattr(placement, "is_configured", lambda: configured)
 
 
 def test_a_processor_is_always_here():
@@ -44,6 +47,32 @@ def test_slurm_wants_sbatch_and_a_partition(monkeypatch):
     assert placement.find(HardwareConfig(**CPU)).executor == "local"
     assert placement.find(HardwareConfig(**CPU, partition="p")).executor == "slurm"
     assert "names no SLURM partition" in placement.find(HardwareConfig(**{**NODE, "partition": None})).why
+
+
+def test_commands_of_slurm_without_a_cluster_are_no_slurm(monkeypatch):
+    with_slurm(monkeypatch, configured=False)
+    found = placement.find(HardwareConfig(**NODE))
+    assert (found.mode, found.executor) == ("simulate", "none")
+    assert "SLURM's commands know no cluster" in found.why
+
+
+@pytest.mark.parametrize(
+    ("says", "configured"),
+    [
+        (
+            "sinfo: error: DNS SRV lookup failed\nsinfo: fatal: Could not establish a configuration source",
+            False,
+        ),
+        ("slurm_load_partitions: Unable to contact slurm controller (connect failure)", True),
+        ("", True),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_still_one(monkeypatch, says, configured):
+    done = subprocess.CompletedProcess([], int(bool(says)), stdout="h20\n", stderr=says)
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: done)
+    slurm.is_configured.cache_clear()
+    assert slurm.is_configured() == configured
+    slurm.is_configured.cache_clear()
 
 
 def test_inside_an_allocation_a_job_runs_here(monkeypatch):
@@ -83,7 +112,7 @@ def test_run_without_the_hardware_names_what_is_missing():
 def test_an_emulation_wants_one_device_of_many():
     found = placement.resolve(job({**CPU, "ranks": 4}, mode="emulate"))
     assert (found.mode, found.executor) == ("emulate", "local")
-    with pytest.raises(ConfigError, match=r"rank of hardware=h20x8 on one GPU, and none is visible .*mode=simulate"):
+    with pytest.raises(ConfigError, match=r"rank of hardware=h20x8 on one GPU, and no GPU is visible .*mode=simulate"):
         placement.resolve(job({**NODE, "dp": 2}, mode="emulate"))
     asks = job({**NODE, "dp": 2}, mode="emulate").processes
     assert (asks.backend, asks.gpus_per_node, asks.world_size) == ("cuda", 1, 1)

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from longstraw.config import conf_dir, from_composed, option
-from longstraw.memory.estimate import predict
+from longstraw.memory.fit import predicted
 from longstraw.run import register
 from longstraw.units import GB
 
@@ -62,6 +62,7 @@ def test_glm_runs_in_full_and_in_both_modes():
     assert detached.model.num_hidden_layers == 78
 
 
+@pytest.mark.long
 def test_the_limits_are_within_a_hundredth_of_what_the_budget_finds_room_for():
     reach = {("detached", None): 10609, ("exact", None): 3296, ("exact", "bfloat16"): 4837}
     by_case = {(config.prompt_grad, config.context): config for config in jobs("ours_limit")}
@@ -71,8 +72,6 @@ def test_the_limits_are_within_a_hundredth_of_what_the_budget_finds_room_for():
         room = round((base.hardware.memory_gb - base.hardware.reserve_gb) * GB)
 
         def peak(context, base=base, dtype=dtype):
-            config = replace(base, context=context, state=replace(base.state, gradient_dtype=dtype))
-            lengths = {"prompt_positions": config.prompt_positions, "response_positions": config.response_length}
-            return predict(config, **lengths).peak
+            return predicted(replace(base, context=context, state=replace(base.state, gradient_dtype=dtype))).peak
 
         assert peak(round(0.99 * limit) * 1024) <= room < peak(round(1.01 * limit) * 1024)

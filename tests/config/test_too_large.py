@@ -1,10 +1,19 @@
 """A run that cannot fit: not started, but a row in the table; a simulated one that does not fit has its numbers."""
 
+import pytest
+
 from longstraw.config import from_dict, option
 from longstraw.launch import jobs as launch
-from longstraw.simulation.simulate import simulate_job
+from longstraw.launch import worker
+from longstraw.launch.prepare import prepare
+from longstraw.launch.spec import Draft
+from longstraw.memory.estimate import counts, cut
+from longstraw.runtime.machine_memory import MemoryLimit
+from longstraw.simulation.jobs import simulate_job
+from longstraw.tracking.constants import constant_keys
+from longstraw.tracking.job_table import table
 from longstraw.tracking.recorder import RunIdentity
-from longstraw.tracking.run_folder import last_row, read_json, table
+from longstraw.tracking.run_folder import last_row, read_json
 from longstraw.tracking.schema import check
 
 
@@ -16,8 +25,8 @@ def config(memory_gb, mode="run"):
 
 
 def prepared(folder, *configs):
-    drafts = [launch.Draft(num, [f"seed={num}"], folder / str(num), c) for num, c in enumerate(configs)]
-    return launch.prepare(drafts, command="longstraw", sweep=None)
+    drafts = [Draft(num, [f"seed={num}"], folder / str(num), c) for num, c in enumerate(configs)]
+    return prepare(drafts, command="longstraw", sweep=None)
 
 
 def test_a_run_that_cannot_fit_is_a_row_and_no_job(tmp_path, capsys):
@@ -60,3 +69,30 @@ def test_a_simulated_job_has_its_numbers_all_the_same(tmp_path):
     assert row["peak_allocated_bytes"] > 500_000
     assert "(counted, in " in row["error"]
     assert launch.record_too_large([job]) == [job]  # what is simulated takes no memory
+
+
+def test_a_small_job_on_a_processor_counts_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counts, "_counted", {})
+    monkeypatch.setattr(cut, "count_steps", lambda steps: pytest.fail("nothing need be counted"))
+    assert worker._predict(config(None)) is None
+    small = [MemoryLimit(10**6, 10**6, "a limit", shared=True)]
+    monkeypatch.setattr(worker, "memory_limits", lambda: small)
+    with pytest.raises(pytest.fail.Exception, match="nothing need be counted"):  # where it may not fit, it must be
+        worker._predict(config(None))
+
+
+def test_a_count_that_fails_is_said_and_stops_no_job(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counts, "_counted", {})
+    monkeypatch.setattr(worker, "memory_limits", list)
+
+    def broken(steps):
+        raise KeyError("a name that is missing")
+
+    monkeypatch.setattr(cut, "count_steps", broken)
+    job = config(None)
+    assert worker._predict(job) is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "memory cannot be predicted: KeyError" in caplog.text
+    assert constant_keys(job)["predicted_peak_bytes"] is None

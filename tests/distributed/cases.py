@@ -1,4 +1,4 @@
-"""What ranks are asked to do: one step of a small model, alone or spread, and what can be compared of it."""
+"""Cases for tests on several ranks: one step of a small model, on one process or sharded, and how results compare."""
 
 import functools
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Ranks to test with: processes of this machine that are started once and then asked for one case after the other."""
+"""The ``ranks`` fixture: processes of this machine that are started once and run one case after the other."""
 
 import os
 import pickle

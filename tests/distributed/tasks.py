@@ -1,4 +1,4 @@
-"""What a rank does with a case: every task spreads the model of a case over all ranks and returns what it saw."""
+"""Run a case on one rank: each task shards the case's model over all ranks and returns what is compared."""
 
 import functools
 import gc
@@ -57,7 +57,7 @@ def control(case, groups, world, dropped=None):
 
 
 def unforced(case, groups, world):
-    """Return what gloo says if FSDP is given a factor of 1 and is not told to sum."""
+    """Return gloo's error if FSDP's gradient factor is set to 1 without forcing sums."""
     with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
         try:
             parity(case, groups, world)

@@ -6,7 +6,7 @@ from building import Building
 
 from longstraw.config import AdapterConfig, load_model_config
 from longstraw.models import build_model, load_model
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.models.lora import add_adapter, save_adapter
 
 CASES = [

@@ -8,7 +8,7 @@ from counting import Counting, count
 
 from longstraw.config import HardwareConfig, SimulationConfig, from_dict, load_model_config, to_dict
 from longstraw.simulation.emulate import emulate
-from longstraw.simulation.sampled_model import _ends
+from longstraw.simulation.sampled_model import ends
 from longstraw.simulation.simulate import simulate
 from longstraw.simulation.single_rank import expert_token_counts
 from longstraw.training.monitor import Progress
@@ -108,8 +108,7 @@ def test_what_is_stepped_over_decides_no_peak(model, gpus):
 
 
 def test_blocks_are_stepped_over_between_the_first_and_last_of_their_kind():
-    ends = _ends([*"aab", *"cccd" * 5])
-    assert ends == {*range(9), *range(17, 23)}
+    assert ends([*"aab", *"cccd" * 5]) == {*range(9), *range(17, 23)}
 
 
 def test_a_rank_that_is_emulated_holds_what_is_simulated():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 from cases import Case, build, hardware, request
+from traffic_formula import bytes_sent
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
 from longstraw.config.architectures import Glm52Config, Qwen36Config
-from longstraw.memory.estimate.traffic import bytes_sent
 from longstraw.parallel.parallel_dims import resolve_dims
 
 EVEN = ((129, (16, 32)),)  # every rank has as many tokens for every expert

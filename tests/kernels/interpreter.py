@@ -1,4 +1,4 @@
-"""Triton's interpreter with its gaps closed, so that a kernel that passes on a CPU deserves trust on a GPU.
+"""Patch Triton's interpreter so that it fails on a CPU for more of the faults that a GPU would show.
 
 The stock interpreter (3.7.1) computes bfloat16 on its bit patterns, wraps int32 offsets silently, ignores
 ``tl.device_assert``, takes products too narrow for tensor cores, gives loop variables as Python integers that never

@@ -30,7 +30,7 @@ def fakes(*shapes, dtype=BF16):
     return [torch.empty(*shape, dtype=dtype) for shape in shapes]
 
 
-def learnt(tensors):
+def trainable(tensors):
     return [x.requires_grad_() for x in tensors]
 
 
@@ -41,7 +41,7 @@ def delta_inputs(count, keys, values, key, value, dtype):
         *fakes((count, values), dtype=dtype),
         torch.empty(values, key, value),
     )
-    return learnt([*rows, decay, beta, state])
+    return trainable([*rows, decay, beta, state])
 
 
 def both_ways(function, leaves, *arguments):
@@ -69,7 +69,7 @@ def attention_rows(heads, repeats, count, rows, covered, width, dtype):
 
 
 def vocabulary(count, rows, width, dtype):
-    leaves = learnt(fakes((count, width), (rows, width), dtype=dtype))
+    leaves = trainable(fakes((count, width), (rows, width), dtype=dtype))
     return both_ways(logprob.token_logits, leaves, torch.zeros(count, dtype=torch.int64))
 
 
@@ -93,7 +93,7 @@ def scan(*case):
 
 
 def convolution(count, channels, taps, dtype):
-    leaves = learnt(fakes((count, channels), (channels, taps), (taps - 1, channels), dtype=dtype))
+    leaves = trainable(fakes((count, channels), (channels, taps), (taps - 1, channels), dtype=dtype))
     return both_ways(conv.causal_conv, leaves)
 
 

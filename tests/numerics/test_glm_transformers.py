@@ -11,7 +11,7 @@ from helpers import furthest, make_group, worst
 from longstraw.layers import feedforward
 from longstraw.models import load_model
 from longstraw.models.glm_5_2 import Glm52Block
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.ops.latent import reference
 from longstraw.step import grpo_step
 

@@ -12,7 +12,7 @@ from test_transformers import whole_sequences
 
 from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError, read_model_config
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.models.lora import add_adapter, save_adapter
 from longstraw.step import score_fresh
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError
 from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
-from longstraw.models.hf_weights import CheckpointError, save_model
+from longstraw.models.hf_save import save_model
+from longstraw.models.hf_weights import CheckpointError
 from longstraw.models.lora import adapters_off, add_adapter, load_adapter, save_adapter
 from longstraw.step import PreparedGroup, StepOptions, finish_step, prefill, score_fresh
 

@@ -19,7 +19,7 @@ from longstraw.config import (
     read_model_config,
 )
 from longstraw.layers.rotary import rotary_angles
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,6 +15,8 @@ from longstraw.config import ConfigError, from_dict, load_model_config, to_dict
 from longstraw.launch import executors as submit
 from longstraw.launch import jobs as launch
 from longstraw.launch import slurm as slurm_module
+from longstraw.launch.prepare import prepare
+from longstraw.launch.spec import Draft
 from longstraw.tracking.run_folder import read_json, read_lines, read_rows, read_steps, write_json
 
 pytestmark = pytest.mark.slurm
@@ -30,8 +32,8 @@ def job(claim, *, steps=2, detach=False, max_parallel=None, **hardware):
 
 
 def prepared(folder, *configs):
-    drafts = [launch.Draft(num, [f"claim={c.claim}"], folder / str(num), c) for num, c in enumerate(configs)]
-    return launch.prepare(drafts, command="longstraw -m", sweep="s")
+    drafts = [Draft(num, [f"claim={c.claim}"], folder / str(num), c) for num, c in enumerate(configs)]
+    return prepare(drafts, command="longstraw -m", sweep="s")
 
 
 def ids(folder):

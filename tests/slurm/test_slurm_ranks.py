@@ -23,6 +23,8 @@ from longstraw import status
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.launch import jobs as launch
 from longstraw.launch import slurm as slurm_module
+from longstraw.launch.prepare import prepare
+from longstraw.launch.spec import Draft
 from longstraw.tracking.run_folder import read_json, read_lines, read_steps
 from longstraw.tracking.schema import flatten, numbers, records_path
 from longstraw.training.checkpoint import read_state
@@ -260,8 +262,8 @@ def swept(cluster, point, cancelling, wait_for, start_node, tmp_path_factory):
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         patch.chdir(folder)
         (folder / "places.json").write_text(json.dumps(PLACES))
-        drafts = [launch.Draft(num, [f"num={num}"], folder / str(num), c) for num, c in enumerate(configs)]
-        jobs = launch.prepare(drafts, command="longstraw -m", sweep="fire")
+        drafts = [Draft(num, [f"num={num}"], folder / str(num), c) for num, c in enumerate(configs)]
+        jobs = prepare(drafts, command="longstraw -m", sweep="fire")
         for run in jobs:
             (plain / str(run.num)).mkdir()
             spec = read_json(run.run_dir / "spec.json")

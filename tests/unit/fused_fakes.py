@@ -47,7 +47,7 @@ def balanced(places, number):
     return [places.numel() // number + (i < places.numel() % number) for i in range(number)]
 
 
-def learnt(*shape, dtype=BF16):
+def trainable(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, requires_grad=True)
 
 
@@ -61,7 +61,7 @@ def with_gradients(values, leaves):
 
 
 def full_attention(ops, t, p):
-    q, k, v = learnt(t, 6, 32), learnt(t, 2, 32), learnt(t, 2, 32)
+    q, k, v = trainable(t, 6, 32), trainable(t, 2, 32), trainable(t, 2, 32)
     past, grads = ([torch.empty(n, 2, 32, dtype=x) for _ in range(2)] for n, x in ((p, BF16), (p // 2, F32)))
     return with_gradients(
         [attend(q, k, v, RetainedRows(tuple(past), tuple(grads)), scale=0.1, parts=ops.attention)], [q, k, v]
@@ -69,7 +69,7 @@ def full_attention(ops, t, p):
 
 
 def chosen_rows(ops, t, p):
-    leaves = [learnt(t, *shape) for shape in ((4, 24), (16,), (8,))]
+    leaves = [trainable(t, *shape) for shape in ((4, 24), (16,), (8,))]
     past, grads = ([torch.empty(n, w, dtype=x) for w in (16, 8)] for n, x in ((p, BF16), (p // 2, F32)))
     index = [torch.empty(t, 3, 16, dtype=BF16), torch.empty(t, 3)]
     keys = [torch.empty(n, 16, dtype=BF16) for n in (p, t)]
@@ -81,26 +81,26 @@ def chosen_rows(ops, t, p):
 
 
 def vocabulary(ops, t, _):
-    hidden, weight = learnt(t, 24), learnt(9000, 24)
+    hidden, weight = trainable(t, 24), trainable(9000, 24)
     return with_gradients(
         token_logprobs(hidden, weight, torch.zeros(t, dtype=torch.int64), logits=ops.logits), [hidden, weight]
     )
 
 
 def delta(ops, t, _):
-    q, k, v, beta = learnt(t, 2, 32), learnt(t, 2, 32), learnt(t, 6, 16), learnt(t, 6)
-    leaves = [q, k, v, learnt(t, 6, dtype=F32), beta, learnt(6, 32, 16, dtype=F32)]
+    q, k, v, beta = trainable(t, 2, 32), trainable(t, 2, 32), trainable(t, 6, 16), trainable(t, 6)
+    leaves = [q, k, v, trainable(t, 6, dtype=F32), beta, trainable(6, 32, 16, dtype=F32)]
     return with_gradients(ops.delta(*leaves), leaves)
 
 
 def convolution(ops, t, _):
-    leaves = [learnt(*shape) for shape in ((t, 40), (40, 4), (3, 40))]
+    leaves = [trainable(*shape) for shape in ((t, 40), (40, 4), (3, 40))]
     return with_gradients(ops.conv(*leaves), leaves)
 
 
 def experts(ops, t, _):
-    x, weights = learnt(t, 24), learnt(t, 2, dtype=F32)
-    gate_up, down = learnt(4, 32, 24), learnt(4, 24, 16)
+    x, weights = trainable(t, 24), trainable(t, 2, dtype=F32)
+    gate_up, down = trainable(4, 32, 24), trainable(4, 24, 16)
     out = mix_experts(x, torch.zeros(t, 2, dtype=torch.int64), weights, gate_up, down, ops=ops.moe)
     return with_gradients([out], [x, weights, gate_up, down])
 

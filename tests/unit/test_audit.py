@@ -11,7 +11,7 @@ from longstraw.audit import MODES, TOLERANCES, Finding, Run, Settings, compare, 
 from longstraw.config import ConfigError
 from longstraw.config.settings import parse_settings
 from longstraw.models import build_model
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.state import Appended, Carried
 
 SMALL = ("layers=4", "prompt=130", "response=9", "group_size=2", "window=60")

@@ -101,7 +101,7 @@ def test_copies_in_host_memory_are_updated_in_the_parameters_stead(tmp_path):
     assert all(torch.equal(others[name], copies[name]) for name in others)
     take_step(copies, optimizer)
     assert differ(wanted, everything(copies, optimizer)) == []
-    with pytest.raises(ValueError, match="no name was given for"):
+    with pytest.raises(ValueError, match="without a name"):
         Checkpoints(tmp_path, others, optimizer)
 
 
@@ -171,7 +171,7 @@ def test_a_broken_one_is_passed_over_with_a_warning(tmp_path, caplog, reason):
     with caplog.at_level(logging.WARNING):
         assert Checkpoints(tmp_path, others, other).load() == 1
     assert differ(wanted, everything(others, other)) == []
-    assert "step-00000002 is broken and passed over" in caplog.text
+    assert "step-00000002 is broken and skipped" in caplog.text
     assert reason in caplog.text
     BREAKS[reason](tmp_path / "step-00000001")
     others, other = training(seed=1)

@@ -169,7 +169,7 @@ def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, m
     stopped = run(tmp_path, 0, **changes)
     monkeypatch.undo()
     assert begun == [0, 1, 2, 3]
-    assert "the checkpoint of step 2 is whole, 1 steps will be done again" in stopped.reason
+    assert "the checkpoint of step 2 is whole, 1 steps will be repeated" in stopped.reason
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002"]
     run(tmp_path, 1, **changes)
     assert outcome(tmp_path, 0, 1) == undisturbed(refresh_every=2)

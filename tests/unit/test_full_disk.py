@@ -12,6 +12,8 @@ import torch
 from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.errors import os_error, os_reason, write_error
 from longstraw.launch import jobs as launch
+from longstraw.launch.prepare import prepare
+from longstraw.launch.spec import Draft
 from longstraw.tracking.run_folder import read_json, read_lines, read_steps
 from longstraw.training.checkpoint import Checkpoints
 from longstraw.training.monitor import Monitor
@@ -53,7 +55,7 @@ def prepared(folder):
         "steps": STEPS,
         "save": True,
     }
-    return launch.prepare([launch.Draft(0, [], folder / "0", from_dict(values))], command="longstraw", sweep=None)
+    return prepare([Draft(0, [], folder / "0", from_dict(values))], command="longstraw", sweep=None)
 
 
 def outcome(folder):

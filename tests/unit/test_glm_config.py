@@ -49,7 +49,7 @@ def test_a_file_without_a_pattern_has_an_indexer_in_every_layer(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"indexer_types": ["shared"] * 7}, "first layer has no rows"),
+        ({"indexer_types": ["shared"] * 7}, "first layer has no layer before it"),
         ({"indexer_types": ["all"] * 7}, "not one of full, shared"),
         ({"mlp_layer_types": ["moe"] * 7}, "not one of dense, sparse"),
         ({"num_experts_per_tok": 9}, "more than n_routed_experts=8"),

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from longstraw import build_model, load_model
 from longstraw.config import ConfigError
+from longstraw.config.hf_files import INDEX, SINGLE
 from longstraw.models import hf_weights as weights
-from longstraw.models.hf_weights import CheckpointError, load_weights, save_model
+from longstraw.models.hf_save import save_model
+from longstraw.models.hf_weights import CheckpointError, load_weights
 
 MODELS = ("qwen3_6_tiny", "glm_5_2_tiny")
 SMALL = {"qwen3_6_tiny": {"num_hidden_layers": 4}, "glm_5_2_tiny": {"num_hidden_layers": 4}}
@@ -32,7 +34,7 @@ def saved(folder, name="qwen3_6_tiny", **options):
 
 def rewrite(folder, change):
     """Replace the tensors of a checkpoint in one file by what ``change`` makes of them."""
-    save_file(change(load_file(folder / weights.SINGLE)), folder / weights.SINGLE, metadata={"format": "pt"})
+    save_file(change(load_file(folder / SINGLE)), folder / SINGLE, metadata={"format": "pt"})
 
 
 def same(model, other):
@@ -51,7 +53,7 @@ def load_report(model, folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_and_loaded_is_the_same(tmp_path, name):
     model, folder = saved(tmp_path, name)
-    assert (folder / weights.SINGLE).is_file()
+    assert (folder / SINGLE).is_file()
     loaded = load_model(folder)
     assert same(model, loaded)
     with torch.no_grad():
@@ -63,7 +65,7 @@ def test_saved_and_loaded_is_the_same(tmp_path, name):
 def test_shards_hold_no_more_than_they_may(tmp_path, name):
     limit = 100_000
     model, folder = saved(tmp_path, name, shard_bytes=limit)
-    index = json.loads((folder / weights.INDEX).read_text())
+    index = json.loads((folder / INDEX).read_text())
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     assert len(files) > 3
     assert {name: file for file, tensors in files.items() for name in tensors} == index["weight_map"]
@@ -102,7 +104,7 @@ def test_a_cut_reads_only_its_layers(tmp_path):
 
 def test_experts_are_published_one_by_one_and_fused_again(tmp_path):
     model, folder = saved(tmp_path, "glm_5_2_tiny")
-    stored = load_file(folder / weights.SINGLE)
+    stored = load_file(folder / SINGLE)
     fused = model.state_dict()["model.layers.3.mlp.experts.gate_up_proj"]
     rows = fused.shape[1] // 2
     assert torch.equal(stored["model.layers.3.mlp.experts.1.gate_proj.weight"], fused[1, :rows])
@@ -157,19 +159,19 @@ def test_quantised_weights_are_refused(tmp_path):
 
 def test_broken_folders_say_what_is_wrong(tmp_path):
     _, folder = saved(tmp_path)
-    whole = (folder / weights.SINGLE).read_bytes()
+    whole = (folder / SINGLE).read_bytes()
     for length in (len(whole) - 1000, 100, 4, 0):
-        (folder / weights.SINGLE).write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="broken off"):
+        (folder / SINGLE).write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="it may be incomplete"):
             load_model(folder)
-    (folder / weights.SINGLE).unlink()
+    (folder / SINGLE).unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):
         load_model(folder)
-    (folder / weights.INDEX).write_text('{"weight_map": {"lm_head.weight": "absent.safetensors"}}')
+    (folder / INDEX).write_text('{"weight_map": {"lm_head.weight": "absent.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"absent\.safetensors"):
         load_model(folder)
     for broken in ("{", "{}", "[]", '{"weight_map": ["lm_head.weight"]}', '{"weight_map": {"lm_head.weight": 3}}'):
-        (folder / weights.INDEX).write_text(broken)
+        (folder / INDEX).write_text(broken)
         with pytest.raises(CheckpointError, match="cannot be read"):
             load_model(folder)
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -187,7 +189,7 @@ class Trap:
 
 def test_nothing_is_unpickled(tmp_path):
     _, folder = saved(tmp_path)
-    (folder / weights.SINGLE).unlink()
+    (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*convert them to safetensors"):
         load_model(folder)

@@ -138,7 +138,7 @@ def test_rows_of_some_positions_in_host_memory():
     past = state.leaves(7, grad=True)
     assert past.spans == ((0, 2), (6, 7))
     assert isinstance(past.rows("key"), HostRows)
-    with pytest.raises(TypeError, match=r"key lies in host memory: take rows\('key'\)"):
+    with pytest.raises(TypeError, match=r"key is in host memory: use rows\('key'\)"):
         past["key"]
     assert whole([past.rows("key")], torch.float32)[0].tolist() == [[1, 1], [1, 1], [2, 2]]
     with device_grad_buffers([past.grad("key")]) as (added,):

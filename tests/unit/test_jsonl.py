@@ -12,9 +12,9 @@ from longstraw.data import DataError, build_task
 GOOD = {"id": "a", "prompt": "hello", "responses": [{"text": "yes", "reward": 1.0}, {"text": "n", "reward": 0}]}
 
 
-def make_task(path, *, context=40, response_length=10, group_size=2, steps=1, refresh_every=1, **data):
+def make_task(path, *, context=40, response_length=10, group_size=2, steps=1, refresh_every=1, checkpoint=None, **data):
     config = RunConfig(
-        model=load_model_config("qwen3_6_tiny"),
+        model=load_model_config("qwen3_6_tiny", checkpoint=checkpoint),
         hardware=HardwareConfig(name="cpu", backend="cpu"),
         data=JsonlConfig(path=str(path), **data),
         context=context,
@@ -178,6 +178,19 @@ BAD = [
     (line(prompt=[{"role": "user", "content": "hi"}]), "chat messages need a tokenizer with a chat template"),
     (line(prompt=[{"role": "user", "content": "hi"}, 5]), r"prompt\[1\] is no chat message"),
     (line(prompt=[{"content": "hi"}]), r"prompt\[0\] is no chat message"),
+    *(
+        (
+            line(prompt=[{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}]),
+            rf"content\[1\] is {words}",
+        )
+        for part, words in (
+            ({"type": "image", "image": "a.png"}, "a part of type 'image' without text"),
+            ({"image": "a.png"}, "a part of type 'image' without text"),
+            ({"type": "video_url", "video_url": {"url": "b"}}, "a part of type 'video_url' without text"),
+            ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' without text"),
+            ("hi", "text"),
+        )
+    ),
     (line(prompt=[{"role": "user"}]), r"prompt\[0\] has no content"),
     (line(prompt=[{"role": "assistant", "content": "hi"}]), "the last message of the prompt is the assistant's"),
     (line(id=None), "id is null"),
@@ -304,6 +317,22 @@ def test_packed_files_are_refused_by_name(tmp_path):
 def test_utf16_is_refused(tmp_path):
     with pytest.raises(DataError, match=":1: no UTF-8"):
         make_task(write_raw(tmp_path, json.dumps(GOOD).encode("utf-16")))
+
+
+def test_ids_that_images_would_replace_are_refused(tmp_path):
+    """By the key of config.json that names them; in responses and text too."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"image_token_id": 50, "vision_start_token_id": 51, "eos_token_id": 3})
+    )
+    with pytest.raises(DataError, match=r"prompt\[2\] is 50, the image_token_id of the model's config.json"):
+        make_task(write(tmp_path, line(prompt=[1, 3, 50, 2])), checkpoint=str(tmp_path))
+    marked = {"tokens": [7, 51], "reward": 0}
+    with pytest.raises(DataError, match=r"responses\[0\].tokens\[1\] is 51, the vision_start_token_id"):
+        make_task(write(tmp_path, line(responses=[marked, marked])), checkpoint=str(tmp_path))
+    with pytest.raises(DataError, match=r"prompt\[1\] is 50"):
+        make_task(write(tmp_path, line(prompt="a2")), checkpoint=str(tmp_path))
+    make_task(write(tmp_path, line(prompt=[1, 3, 49, 2])), checkpoint=str(tmp_path))
+    make_task(write(tmp_path, line(prompt=[1, 3, 50, 2])))
 
 
 def test_tools_are_for_a_chat(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.memory.fit import predicted
 from longstraw.models import build_model, load_model
 from longstraw.tracking.recorder import RunIdentity
 from longstraw.tracking.schema import KEYS, numbers
@@ -122,6 +123,8 @@ def test_glms_indexer_is_recorded_as_frozen(tmp_path):
 
 
 def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
+    predicted(job())
+
     def fail(*_, **__):
         raise torch.OutOfMemoryError("no memory left")
 

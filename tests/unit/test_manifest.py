@@ -14,6 +14,7 @@ from longstraw.config import ConfigError, from_dict, load_model_config, to_dict
 from longstraw.launch import jobs as launch
 from longstraw.launch.manifest import read_manifest, write_manifest
 from longstraw.launch.placement import Placement
+from longstraw.launch.prepare import prepare
 from longstraw.launch.result import record_failure
 from longstraw.launch.spec import Draft, Job
 from longstraw.launch.worker import execute
@@ -32,7 +33,7 @@ def config(**changes):
 
 def prepared(run_dir, **changes):
     """Return the job of a command without -m, which is number 0 of that command."""
-    return launch.prepare([Draft(0, [], run_dir, config(**changes))], command="c", sweep=None)[0]
+    return prepare([Draft(0, [], run_dir, config(**changes))], command="c", sweep=None)[0]
 
 
 def entered(folder, *names, launcher=None):
@@ -127,7 +128,7 @@ def test_a_folder_in_use_is_refused_and_stays_as_it_is(tmp_path):
 def test_a_sweep_whose_jobs_share_one_folder_is_refused(tmp_path):
     drafts = [Draft(num, [], tmp_path / "same", config(seed=num)) for num in range(2)]
     with pytest.raises(ConfigError, match="is also job 0's folder"):
-        launch.prepare(drafts, command="c", sweep="s")
+        prepare(drafts, command="c", sweep="s")
     assert not (tmp_path / "same").exists()
 
 

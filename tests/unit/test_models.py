@@ -77,7 +77,7 @@ def test_a_wrong_name_or_field_names_the_right_ones():
         build_model("qwen36_tiny")
     with pytest.raises(ConfigError, match="did you mean hidden_size"):
         build_model("qwen3_6_tiny", hiden_size=3)
-    with pytest.raises(TypeError, match="num_hidden_layers belongs into it"):
+    with pytest.raises(TypeError, match="so set num_hidden_layers there"):
         build_model(load_model_config("qwen3_6_tiny"), num_hidden_layers=4)
 
 

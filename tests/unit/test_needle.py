@@ -188,7 +188,7 @@ def test_hay_that_names_a_word_leaves_that_word_out(tmp_path):
 
 def test_hay_that_names_every_word_is_refused(tmp_path):
     (tmp_path / "hay.txt").write_text("".join(f"magic number of {word}\n" for word in WORDS))
-    with pytest.raises(DataError, match="speaks of the magic number of every word"):
+    with pytest.raises(DataError, match="already contains a magic number for every word"):
         make_task(data={"haystack": [str(tmp_path / "hay.txt")]})
 
 

@@ -25,15 +25,23 @@ def test_a_given_key_holds_in_every_row():
     assert len(configs) == 4
 
 
+SMALL = ["model=qwen3_6_tiny", "model.dtype=bfloat16", "chunk=16384", "hardware.gpus_per_node=2"]
+
+
 def test_the_table_names_contexts_and_the_smallest_hardware(capsys):
-    assert plan.main(["adapter=lora", "optimizer=adamw", "state.device=null", "context=4456448"]) == 0
+    memory = ["hardware.memory_gb=0.1", "hardware.reserve_gb=0", "context=524288"]
+    assert plan.main([*SMALL, *memory, "adapter=lora", "optimizer=adamw", "state.device=null"]) == 0
     said = capsys.readouterr().out
     lines = [line for line in said.splitlines() if "lora" in line]
     assert [line.split("│")[1].strip() for line in lines] == ["detached", "exact", "exact"]
-    assert [line.split("│")[-2].strip() for line in lines] == ["1 x 4 H20", "2 x 8 H20", "1 x 8 H20"]
-    assert "99.600 GB a device" in said
+    smallest = [line.split("│")[-2].strip() for line in lines]
+    assert "100.0 MB a device" in said
     contexts = [int(line.split("│")[6].replace(",", "")) for line in lines]
-    assert contexts[1] < 4456448 < contexts[2] < contexts[0]
+    assert contexts[1] < contexts[2] < contexts[0]
+    assert all(
+        (hardware in ("1 x 1 H20", "1 x 2 H20")) == (found >= 524288)
+        for hardware, found in zip(smallest, contexts, strict=True)
+    )
 
 
 @pytest.mark.parametrize(

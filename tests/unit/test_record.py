@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from longstraw.config import HardwareConfig, NeedleConfig, RunConfig, load_model_config
+from longstraw.memory.estimate import steps_to_count
+from longstraw.memory.estimate.counts import Counts, keep
+from longstraw.memory.kinds import KINDS
 from longstraw.tracking import provenance
 from longstraw.tracking.recorder import Recorder, RecordError, append_row, constant_keys, latest_attempt, startup_facts
 from longstraw.tracking.schema import KEYS, check, complete, flatten, numbers, to_line
@@ -170,7 +173,8 @@ def test_a_write_that_stops_half_way_leaves_whole_lines(tmp_path, capsys):
     assert [row["step"] for row in rows(recorder.path)] == [0, 2]
 
 
-def test_constant_keys_come_from_the_configuration():
+def test_constant_keys_come_from_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = RunConfig(
         model=load_model_config("qwen3_6_tiny"),
         hardware=HardwareConfig(name="cpu", backend="cpu"),
@@ -187,7 +191,14 @@ def test_constant_keys_come_from_the_configuration():
     assert keys["mode"] is None
     assert (keys["model"], keys["hardware"], keys["data"], keys["claim"]) == ("qwen3_6_tiny", "cpu", "needle", "c")
     assert (keys["context"], keys["prompt_positions"], keys["prompt_grad_window"]) == (16384, 16320, 1024)
-    assert sum(keys["predicted_bytes_by_kind"].values()) == keys["predicted_peak_bytes"] > 0
+    assert keys["predicted_peak_bytes"] is None  # nobody has counted it
+    kinds = dict.fromkeys(KINDS, 10**6) | {"optimizer": 0}
+    (step,) = steps_to_count(config)
+    keep(step, Counts({"replay": kinds, "optimizer": dict.fromkeys(KINDS, 0)}, host=0, tensors=1, narrow_gradients=0))
+    keys = constant_keys(config)
+    check({"status": "error", **keys})
+    assert keys["predicted_bytes_by_kind"] == kinds
+    assert keys["predicted_peak_bytes"] == 10**6 * (len(KINDS) - 1)
     config.mode = "run"
     assert constant_keys(config)["mode"] == "run"
 

@@ -98,7 +98,7 @@ def test_carried_without_gradient_holds_one_summary():
         state.absorb(filled(state, value), 64)
     assert [kind for kind, _ in state.held()] == ["retained"]
     assert state.leaves(128, grad=False)["recurrent"].tolist() == [[2, 2], [2, 2]]
-    with pytest.raises(IndexError, match=r"no snapshot stands at position 64, only at \[128\]"):
+    with pytest.raises(IndexError, match=r"there is no snapshot at position 64, only at \[128\]"):
         state.leaves(64, grad=False)
 
 

@@ -1,9 +1,9 @@
 """Bytes sent by the published models, against numbers worked out by hand; ``test_rank_traffic`` has counts."""
 
 import pytest
+from traffic_formula import bytes_sent
 
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
-from longstraw.memory.estimate.traffic import bytes_sent
 from longstraw.parallel.parallel_dims import resolve_dims
 
 CHUNK, RESPONSE = 16384, 8192

@@ -1,6 +1,6 @@
-"""Model families by name, and the classes that hold their sizes; one file a family. No torch.
+"""Configuration classes of the model families, by name; one file a family. No torch.
 
-``longstraw.models`` builds each from the module of the same name there.
+The module of the same name in ``longstraw.models`` builds the model.
 """
 
 from longstraw.config.architectures.base import ModelConfig

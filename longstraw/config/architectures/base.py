@@ -1,4 +1,4 @@
-"""What all model families share in their configuration: sizes, rotary embedding, lengths."""
+"""``ModelConfig``, the configuration that all model families share: sizes, rotary embedding, default lengths."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RopeScaling:
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
 
     def to_hf(self) -> dict[str, Any]:
-        """Return what transformers' ``rope_parameters`` say of the scaling."""
+        """Return the scaling as transformers' ``rope_parameters``."""
         if self.factor == 1:
             return {"rope_type": "default"}
         values = {key: getattr(self, key) for key in _SCALING_KEYS[self.rope_type]}
@@ -68,19 +68,21 @@ _SCALING_KEYS = {  # what transformers reads of each kind
 
 @dataclass
 class ModelConfig:
-    """What every family shares; sizes are those of ``config.json``.
+    """The fields that every family has, named as in ``config.json``.
 
-    A family's class adds its own sizes and says, in the members below that it overrides, how its ``config.json`` is
-    read and written and what of it ranks share out whole.
+    A family's class adds its own sizes. It overrides the members below to read and write its ``config.json`` and to
+    name what can only be divided among ranks in whole heads or experts.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()  # the ``model_type`` of files that the family reads
-    hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {}  # what a file may say of these keys; the first is named
-    adapter_targets: ClassVar[tuple[str, ...]] = ()  # what adapter=lora adapts where it names no targets
+    hf_values: ClassVar[
+        dict[str, tuple[Any, ...]]
+    ] = {}  # values that a file may have for these keys; messages name the first
+    adapter_targets: ClassVar[tuple[str, ...]] = ()  # default targets of adapter=lora
 
     name: str = MISSING
     architecture: str = MISSING
-    checkpoint: str | None = None  # a folder in transformers' format; None draws random weights from the seed
+    checkpoint: str | None = None  # folder in transformers' format, FILE.gguf or fetch:NAME; None: drawn from the seed
     dtype: str = "bfloat16"
     vocab_size: int = MISSING
     hidden_size: int = MISSING
@@ -88,7 +90,7 @@ class ModelConfig:
     num_hidden_layers: int = MISSING
     max_position_embeddings: int = number(MISSING, 1, POSITIONS)  # the native length
     rms_norm_eps: float = number(1e-6, 0, 1)
-    initializer_range: float = number(0.02, 0, 100)  # beyond, the first norm's sum of squares overflows
+    initializer_range: float = number(0.02, 0, 100)  # above, the first norm's sum of squares overflows
     rope_theta: float = number(MISSING, 1, 1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rope_angles: str = "float32"  # dtype in which position * frequency is formed: float32 as transformers, or float64
@@ -115,15 +117,15 @@ class ModelConfig:
 
     @property
     def rope_label(self) -> str:
-        """What a record says of the scaling: ``none``, or the method and its factor."""
+        """The scaling as a record has it: ``none``, or the method and its factor."""
         return (
             "none" if self.rope_scaling.factor == 1 else f"{self.rope_scaling.rope_type} {self.rope_scaling.factor:g}"
         )
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head turn with the position."""
-        raise NotImplementedError(f"{self.architecture}: its configuration does not say rotary_dim")
+        """How many dimensions of a head are rotated."""
+        raise NotImplementedError(f"{self.architecture}: its configuration class must define rotary_dim")
 
     @property
     def tied_embeddings(self) -> bool:
@@ -132,24 +134,24 @@ class ModelConfig:
 
     @property
     def whole_heads(self) -> tuple[int, str] | None:
-        """Heads that the ranks of a prompt share out whole, and which; None where any number of ranks share it."""
+        """How many heads must be divisible by the ranks of a prompt, and their name; None if there is no such limit."""
         return None
 
     @property
     def experts(self) -> int:
-        """How many experts ranks share out whole."""
+        """The number of experts, which the ranks that own them must divide."""
         return 1
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that ``config.json`` says under other names, or leaves to its class's default.
+        """Return the fields that ``config.json`` has under other names, or leaves to its class's default.
 
-        Raises ``ConfigError`` for what this family does not compute, beyond ``hf_values``.
+        Raises ``ConfigError`` for unsupported features beyond ``hf_values``.
         """
         return {}
 
     def check_hf(self, text: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` where ``config.json`` contradicts what these fields give."""
+        """Raise ``ConfigError`` if ``config.json`` contradicts these fields."""
 
     @property
     def not_in_hf(self) -> set[str]:
@@ -157,18 +159,18 @@ class ModelConfig:
         return set()
 
     def to_hf(self) -> dict[str, Any]:
-        """Return what ``config.json`` says beyond the fields: transformers' class and its own keys."""
-        raise NotImplementedError(f"{self.architecture}: its configuration does not say to_hf")
+        """Return the keys of ``config.json`` that are no fields: transformers' class and its own keys."""
+        raise NotImplementedError(f"{self.architecture}: its configuration class must define to_hf")
 
 
 def native_length_warning(config: ModelConfig, context: int) -> str | None:
-    """Return what to tell the user, once, of a run of ``context`` positions past the model's; None where it fits."""
+    """Return a warning for a run whose ``context`` exceeds the model's length; None if it fits."""
     longest = config.longest_position
     if context <= longest:
         return None
     factor = math.ceil(context / config.max_position_embeddings)
     made = "native length" if config.rope_scaling.factor == 1 else f"length with {config.rope_label}"
     return (
-        f"context={context} is past {config.name}'s {made}, {longest} positions: bytes and seconds hold all the same, "
-        f"but what the model makes of the rest is extrapolation; model.rope_scaling.factor={factor} would cover it"
+        f"context={context} is past {config.name}'s {made}, {longest} positions: bytes and seconds are still right, "
+        f"but the model extrapolates beyond it; model.rope_scaling.factor={factor} would cover it"
     )

@@ -1,4 +1,4 @@
-"""GLM-5.2: sizes, what published files say, and which modules adapters go to."""
+"""Configuration of GLM-5.2: sizes, reading and writing its ``config.json``, and the default targets of adapters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from longstraw.config.checks import ConfigError, choose, number
 class Glm52Config(ModelConfig):
     """Latent attention over rows that an indexer chooses, and a mixture of experts after a few dense layers.
 
-    ``indexer_types`` and ``mlp_layer_types`` say of each layer whether it has an indexer of its own (``full``) or takes
-    the rows of the layer before (``shared``), and whether its feed-forward is ``dense`` or a mixture (``sparse``).
-    Where they are not given, the numbers beside them decide; of lists that name further layers the first ones count.
+    For each layer ``indexer_types`` has ``full`` if it has its own indexer and ``shared`` if it uses the rows of the
+    layer before; ``mlp_layer_types`` has ``dense`` or, for a mixture of experts, ``sparse``. Lists that are not given
+    follow from the numbers beside them; of lists that are longer than the model the first entries count.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("glm_moe_dsa",)
@@ -37,7 +37,7 @@ class Glm52Config(ModelConfig):
     rms_norm_eps: float = number(1e-5, 0, 1)
     latent_norm_eps: float | None = number(None, 0, 1)  # None: rms_norm_eps; transformers has 1e-6
     num_attention_heads: int = MISSING
-    num_key_value_heads: int | None = None  # as many as heads: transformers' file says it, latents have none
+    num_key_value_heads: int | None = None  # as many as heads, as in transformers' file; latents have no such heads
     q_lora_rank: int = MISSING
     kv_lora_rank: int = MISSING
     qk_nope_head_dim: int = MISSING
@@ -75,7 +75,9 @@ class Glm52Config(ModelConfig):
                 f"{self.num_attention_heads}; latent attention has one for each"
             )
         if self.indexer_types[0] != "full":
-            raise ConfigError("model.indexer_types[0]='shared': the first layer has no rows to take over; use 'full'")
+            raise ConfigError(
+                "model.indexer_types[0]='shared': the first layer has no layer before it to share rows with; use 'full'"
+            )
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ConfigError(
                 f"model.num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts="

@@ -1,4 +1,4 @@
-"""Llama and its kin, Qwen2 and Qwen3: sizes, what published files say, and which modules adapters go to.
+"""Configuration of Llama, Qwen2 and Qwen3: sizes, reading and writing ``config.json``, default targets of adapters.
 
 transformers' class    biases                              norm of queries and keys
 LlamaForCausalLM       attention_bias (q, k, v, o), mlp_bias    no
@@ -45,7 +45,7 @@ class LlamaConfig(ModelConfig):
     attention_bias: bool = False  # of queries, keys, values and the output
     qkv_bias: bool = False  # of queries, keys and values alone
     mlp_bias: bool = False
-    qk_norm: bool = False  # of each head's queries and keys, before they turn
+    qk_norm: bool = False  # of each head's queries and keys, before rotation
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
@@ -60,11 +60,11 @@ class LlamaConfig(ModelConfig):
             raise ConfigError(f"model.hidden_size={width} is no multiple of num_attention_heads={heads}; give head_dim")
         self.head_dim = self.head_dim or width // heads
         if self.head_dim % 2:
-            raise ConfigError(f"model.head_dim={self.head_dim} must be even: dimensions turn in pairs")
+            raise ConfigError(f"model.head_dim={self.head_dim} must be even: dimensions are rotated in pairs")
         given = [key for key in ("qk_norm", "qkv_bias", "attention_bias", "mlp_bias") if getattr(self, key)]
         if given not in _COMBINATIONS:
             raise ConfigError(
-                f"model: no class of transformers has {' and '.join(given)}; qkv_bias goes alone (Qwen2), "
+                f"model: no class of transformers has {' and '.join(given)}; use qkv_bias alone (Qwen2), "
                 "qk_norm alone or with attention_bias (Qwen3)"
             )
 
@@ -79,13 +79,13 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in the defaults of transformers' three classes; refuse layers that see a window only."""
+        """Fill in the defaults of transformers' three classes; raise for sliding-window layers."""
         if odd := set(text.get("layer_types") or ()) - {"full_attention"}:
             raise ConfigError(f"layer_types name {', '.join(sorted(odd))}; only full_attention is supported")
         kind = text.get("model_type")
         values: dict[str, Any] = {} if _has_theta(text) else {"rope_theta": 10_000.0}
         if kind == "qwen2":
-            values |= {"qkv_bias": True, "attention_bias": False}  # whatever the file says, its class has these
+            values |= {"qkv_bias": True, "attention_bias": False}  # its class has these whatever the file says
         if kind == "qwen3":
             values |= {"qk_norm": True, "head_dim": text.get("head_dim") or 128}
         if kind != "llama":

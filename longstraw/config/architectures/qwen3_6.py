@@ -1,4 +1,4 @@
-"""Qwen3.6: sizes, what published files say, and which modules adapters go to."""
+"""Configuration of Qwen3.6: sizes, reading and writing its ``config.json``, and the default targets of adapters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Qwen36Config(ModelConfig):
         return self.linear_num_key_heads, "key heads in the delta layers"
 
     def check_hf(self, text: Mapping[str, Any]) -> None:
-        """Refuse another order of layers than ``full_attention_interval`` gives."""
+        """Raise unless the layers' order is that of ``full_attention_interval``."""
         theirs, ours, every = text.get("layer_types"), self.layer_types, self.full_attention_interval
         if theirs is not None and theirs[: len(ours)] != ours[: len(theirs)]:
             raise ConfigError(f"layer_types must be full_attention in every {every}th, linear_attention else")

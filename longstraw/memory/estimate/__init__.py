@@ -1,40 +1,27 @@
-"""Bytes of a step, from its configuration alone; no tensor is made and no model built.
+"""What a step holds on one rank before it runs, from counts of cut models; no torch.
 
-``predict`` answers what ``memory.MemoryMeter`` counts. Parameters, gradients, optimizer, state, its gradient and the
-snapshots are exact. Activations of one process on a CPU are the largest of the moments that each architecture's module
-names (``qwen3_6``, ``glm_5_2``), those of low-rank adapters left out; on the CUDA path each verb is followed tensor by
-tensor (``spread``), on one rank of any number.
+A step whose prompt has few chunks is counted as it is. Of a longer one, two with fewer chunks are, and what its verbs
+hold lies on the straight line through both: rows, their gradients and snapshots grow with the prompt, and beyond
+``ROW_TILE`` rows a rank the temporaries do not. ``cut.predict`` counts what is missing; here counts are looked up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from longstraw.config import RunConfig
-from longstraw.config.architectures import Glm52Config, Qwen36Config
-from longstraw.memory.estimate import glm_5_2, qwen3_6
-from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
-from longstraw.memory.estimate.ranks import Layout
-from longstraw.memory.estimate.sizes import Lengths
-from longstraw.memory.estimate.spread import Spread
-from longstraw.memory.estimate.standing import PersistentBytes, clipping_bytes, lengths_of, standing_of
+from longstraw.config import RunConfig, gradient_start
+from longstraw.memory.estimate.counts import Counts, Kinds, lookup
 from longstraw.memory.kinds import KINDS
 from longstraw.parallel.parallel_dims import resolve_dims
 
-__all__ = [
-    "FROZEN",
-    "KINDS",
-    "Prediction",
-    "adapted",
-    "gradient_item",
-    "is_predicted",
-    "layout_of",
-    "parameter_shapes",
-    "predict",
-]
+__all__ = ["KINDS", "Prediction", "known", "steps_to_count"]
 
-Kinds = dict[str, int]
+BLOCK = 512  # bytes that an allocation is rounded up to, as in ``memory.meter``
+ROW_TILE = 16384  # as in ``ops.attention``: fewer rows than that are read at once
+MOST_CHUNKS = 40  # of a prompt that is counted
+TOKEN, LOGPROB = 8, 4  # bytes
+SHORTEST_GROUP = 2  # of which steps are counted
 
 
 @dataclass(frozen=True)
@@ -43,115 +30,140 @@ class Prediction:
 
     peak: int
     verb: str
-    by_kind: Kinds  # at the peak; the kinds of ``memory.KINDS``
+    by_kind: Kinds  # at the peak; the kinds of ``KINDS``
     by_verb: Kinds
     host: int = 0  # the most bytes in host memory beside the device's
 
 
-def is_predicted(config: RunConfig) -> bool:
-    """Return whether there are formulas for what a run allocates: not for several ranks on CPUs, nor for wide CUDA.
+@dataclass(frozen=True)
+class Lengths:
+    """The prompt positions that a step retains, and how many of them have a gradient."""
 
-    Of the families, only these two have formulas.
-    """
-    if not isinstance(config.model, Glm52Config | Qwen36Config):
-        return False
-    if config.hardware.backend == "cpu":
-        return config.hardware.world_size == 1
-    return config.model.dtype == "bfloat16"
+    retained: int
+    graded: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Lengths:
+        retained = config.prompt_positions - 1
+        first = gradient_start(retained, config.chunk, config.prompt_grad, config.prompt_grad_window)
+        return cls(retained, 0 if first is None else retained - first)
+
+    @property
+    def windowed(self) -> bool:
+        return 0 < self.graded < self.retained
 
 
-def predict(
+def known(
     config: RunConfig,
     *,
-    prompt_positions: int,
-    response_positions: int,
-    group_size: int | None = None,
+    prompt_positions: int | None = None,
+    response_positions: int | None = None,
     optimizer_held: bool | None = None,
     prefilled: bool = True,
-    layout: Layout | None = None,
-) -> Prediction:
-    """Return the bytes that one step of ``config`` holds on rank 0; see ``is_predicted``.
+    line: bool = False,
+) -> Prediction | None:
+    """Return what the largest step of ``config`` holds on a rank, or None where that has not been counted.
 
-    ``prompt_positions`` include the last prompt token, which is replayed; ``response_positions`` are those of the
-    longest response. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the
+    ``prompt_positions`` include the last prompt token; of other lengths than the job's largest a step is known if it
+    lies on a line. AdamW makes its state in the first step's update: ``optimizer_held`` False is that step, None the
     largest step of the job. A step on a prompt that an earlier one evaluated is not ``prefilled``. Of a rank's experts
-    an even share of tokens is counted, times ``config.simulation.imbalance``. ``layout`` is what ``layout_of`` said of
-    ``config`` before, whatever its lengths.
+    an even share of tokens is counted, times ``config.simulation.imbalance``. ``line`` as in ``steps_to_count``.
     """
-    sizes = resolve_dims(config.model, config.hardware)
-    lengths = lengths_of(config, prompt_positions, response_positions, group_size or config.group_size, sizes.cp)
-    layout = layout_of(config) if layout is None else layout
-    stands = standing_of(config, lengths, layout)
-    verbs = Single(config, lengths) if layout is None else Spread(layout, lengths)
-    held = config.steps > 1 if optimizer_held is None else optimizer_held
-    moments = _moments(config, lengths, stands, verbs, held, prefilled)
-    highest = {verb: max(kinds, key=total) for verb, kinds in moments.items() if kinds}
-    verb = max(highest, key=lambda name: total(highest[name]))
-    by_verb = {name: total(kinds) for name, kinds in highest.items()}
-    return Prediction(total(highest[verb]), verb, highest[verb], by_verb, stands.host)
-
-
-def layout_of(config: RunConfig) -> Layout | None:
-    """Return what one rank holds of the parameters; None for one process on a CPU, which has them all."""
-    if config.hardware.backend == "cpu" and config.hardware.world_size == 1:
+    if response_positions not in (None, config.response_length):
         return None
-    return Layout(config, resolve_dims(config.model, config.hardware))
+    steps = steps_to_count(config, line=line)
+    counts = [lookup(step) for step in steps]
+    if prompt_positions not in (None, config.prompt_positions):
+        if len(steps) == 1:
+            return None
+        config = replace(config, context=prompt_positions + config.response_length)
+    if any(count is None for count in counts):
+        return None
+    held = config.steps > 1 if optimizer_held is None else optimizer_held
+    return _prediction(config, steps, [count for count in counts if count is not None], held, prefilled)
 
 
-class Single:
-    """The verbs of one process on a CPU, from the moments of its architecture."""
+def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
+    """Return the runs whose steps must have been counted for a prediction of ``config``.
 
-    def __init__(self, config: RunConfig, lengths: Lengths):
-        self._activations: glm_5_2.Activations | qwen3_6.Activations
-        if isinstance(config.model, Glm52Config):
-            self._activations = glm_5_2.Activations(config.model, lengths)
-        else:
-            assert isinstance(config.model, Qwen36Config)
-            self._activations = qwen3_6.Activations(config.model, lengths)
+    One is ``config`` itself, as far as it matters. Several are those through which the line is drawn; ``line`` asks for
+    a line that serves prompts of any length, whose last chunk lacks one position.
+    """
+    config = replace(
+        config, group_size=SHORTEST_GROUP, steps=1, refresh_every=1, measure_drift=False, mode="simulate", claim=None
+    )
+    if config.optimizer.device is None:  # AdamW's state is the same all step long, so it can be left out afterwards
+        config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
+    lengths, chunk = Lengths.of(config), config.chunk
+    few = -(-ROW_TILE * resolve_dims(config.model, config.hardware).cp // chunk) + 2
+    few = min(few, MOST_CHUNKS - 2)
+    if not lengths.graded:
+        config = replace(config, prompt_grad="detached", prompt_grad_window=None)
+    if lengths.retained <= (few + 2) * chunk and not line:
+        return [config]
+    rest = chunk - 1 if line else lengths.retained % chunk  # ranks fill up what they do not divide, so it counts
+    if not lengths.windowed:
+        return [_with_chunks(config, number, rest, None) for number in (few, few + 2)]
+    graded = lengths.graded // chunk
+    steps = [_with_chunks(config, number, rest, min(graded, 2)) for number in (few, few + 2)]
+    return steps if graded <= 2 else [*steps, _with_chunks(config, few + 2, rest, 3)]
 
-    def prefill(self, base: Mapping[str, int], start: int, count: int) -> Kinds:
-        return self._with(base, self._activations.prefill(start, count))
 
-    def score(self, base: Mapping[str, int]) -> Kinds:
-        return self._with(base, self._activations.score())
+def _with_chunks(config: RunConfig, number: int, rest: int, graded: int | None) -> RunConfig:
+    """Return ``config`` with ``number`` whole chunks and ``rest`` positions retained, a gradient for ``graded`` chunks.
 
-    def replay(self, base: Mapping[str, int]) -> Kinds:
-        return self._with(base, self._activations.replay())
-
-    def prompt_backward(self, base: Mapping[str, int], start: int, count: int) -> Kinds:
-        return self._with(base, self._activations.prompt_backward(start, count))
-
-    def _with(self, base: Mapping[str, int], activations: int) -> Kinds:
-        return {**base, "activations": base["activations"] + activations}
+    The rest has one too. None: as far as ``config`` says.
+    """
+    window = None if graded is None else max(graded * config.chunk, 1)
+    context = number * config.chunk + rest + 1 + config.response_length
+    return replace(config, context=context, prompt_grad_window=window)
 
 
-def _moments(
-    config: RunConfig, lengths: Lengths, stands: PersistentBytes, verbs: Single | Spread, held: bool, prefilled: bool
-) -> dict[str, list[Kinds]]:
-    """Return what is held at the moments that may be a verb's largest."""
-    exact = lengths.grad_from is not None
-    learning = {"gradients": stands.gradients, "activations": stands.results}
-    learning |= {"state_gradient": stands.row_gradients + stands.carried_gradients}
-    moments: dict[str, list[Kinds]] = {"prefill": [], "score": [], "replay": [], "prompt_backward": []}
-    for start, count in lengths.chunks(0) if prefilled else ():
-        before = stands.with_more({}, held=held, snapshots=lengths.snapshots_before(start))
-        moments["prefill"].append(verbs.prefill(before, start, count))
-    if prefilled and (config.algorithm.old_logprobs == "score" or config.algorithm.kl_coef):
-        own = config.algorithm.old_logprobs == "score"  # a reference's state has no snapshots
-        before = stands.with_more({"activations": stands.results}, held=held, snapshots=lengths.snapshots if own else 0)
-        moments["score"] = [verbs.score(before)]
-    moments["replay"] = [verbs.replay(stands.with_more(learning, held=held, snapshots=lengths.snapshots))]
-    spent = {**learning, "retained": stands.rows}  # the final summaries are not needed any more
-    for start, count in lengths.chunks(lengths.grad_from) if lengths.grad_from is not None else ():
-        before = stands.with_more(spent, held=held, snapshots=lengths.snapshots_before(start) + 1)
-        moments["prompt_backward"].append(verbs.prompt_backward(before, start, count))
-    # the update meets the state as the verbs before left it; a prompt backward has spent all but the first border
-    after = {**learning, "state_gradient": stands.row_gradients}
-    after["activations"] += clipping_bytes(stands.tensors)
-    after |= {"retained": stands.rows, "snapshots": stands.carried} if exact else {}
-    narrow = {**after, "gradients": stands.narrow_gradients}
-    moments["optimizer"] = [stands.with_more(after, held=held), stands.with_more(narrow, held=True)]
-    return moments
+def _prediction(
+    config: RunConfig, steps: Sequence[RunConfig], counts: Sequence[Counts], held: bool, prefilled: bool
+) -> Prediction:
+    weights = _weights(Lengths.of(config), [Lengths.of(step) for step in steps])
+    first = counts[0]
+    verbs: dict[str, Kinds] = {}
+    for verb, kinds in first.verbs.items():
+        if prefilled or verb not in ("prefill", "score"):
+            verbs[verb] = {kind: _mean(weights, [count.verbs[verb][kind] for count in counts]) for kind in kinds}
+    state = verbs["optimizer"]["optimizer"]
+    if not held or config.optimizer.name == "none":
+        verbs = {verb: {**kinds, "optimizer": 0} for verb, kinds in verbs.items()}
+    verbs["optimizer"]["activations"] += (first.tensors + 4) * BLOCK  # the norm of each gradient, and of all
+    if config.optimizer.name != "none":  # gradients in the parameters' dtype, as the state may have been made
+        narrow = {**verbs["optimizer"], "optimizer": state}
+        if config.optimizer.device is None:
+            narrow["gradients"] = first.narrow_gradients
+        verbs["optimizer"] = max(verbs["optimizer"], narrow, key=total)
+    verb = max(verbs, key=lambda name: total(verbs[name]))
+    host = _mean(weights, [count.host for count in counts]) + _waiting(config)
+    return Prediction(total(verbs[verb]), verb, verbs[verb], {name: total(x) for name, x in verbs.items()}, host)
+
+
+def _weights(lengths: Lengths, counted: Sequence[Lengths]) -> list[float]:
+    """Return what each count contributes to the line, or the plane, through all of them at ``lengths``."""
+    if len(counted) == 1:
+        return [1.0]
+    low, high = counted[:2]
+    along = (lengths.retained - low.retained) / (high.retained - low.retained)
+    if len(counted) == 2:
+        return [1 - along, along]
+    across = (lengths.graded - high.graded) / (counted[2].graded - high.graded)
+    return [1 - along, along - across, across]
+
+
+def _mean(weights: Sequence[float], values: Sequence[int]) -> int:
+    return max(round(sum(weight * value for weight, value in zip(weights, values, strict=True))), 0)
+
+
+def _waiting(config: RunConfig) -> int:
+    """Return the bytes in host memory of the responses beyond a group of two: ids, and sets of log-probabilities."""
+    sets = 1 + (config.algorithm.old_logprobs == "score") + bool(config.algorithm.kl_coef)
+    number = LOGPROB * (2 if config.model.dtype == "float64" else 1)
+    sizes = [config.response_length * TOKEN, *[config.response_length * number] * sets]
+    return (config.group_size - SHORTEST_GROUP) * sum(-(-size // BLOCK) * BLOCK for size in sizes)
 
 
 def total(kinds: Mapping[str, int]) -> int:

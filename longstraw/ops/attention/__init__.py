@@ -19,7 +19,7 @@ from longstraw.ops.attention import cpu, fused, reference
 from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.host_offload import QueryGradients, RetainedRows, tiles
 
-ROW_TILE = 16384  # retained rows evaluated at a time: what bounds the temporaries of the backward
+ROW_TILE = 16384  # retained rows evaluated at a time: bounds the temporaries of the backward
 
 
 class AttentionParts(Protocol):
@@ -109,7 +109,7 @@ def past_backward(
 
 
 def _tile(past: RetainedRows, dtype: torch.dtype, parts: AttentionParts) -> int:
-    """Return how many retained rows are evaluated at a time: all, where neither they nor a backend need copies."""
+    """Return how many retained rows are evaluated at a time: all, if no copies of them are needed."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = all(isinstance(x, Tensor) and x.dtype == dtype for x in past.rows)
     sums = all(x is None or (isinstance(x, Tensor) and x.dtype == wide) for x in past.grads)

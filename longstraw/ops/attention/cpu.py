@@ -1,7 +1,8 @@
 """Softmax attention by PyTorch's own flash operator for CPUs: the fastest exact way there.
 
-Its backward takes the output and the log-sum-exp as arguments, so those of a split attention may be fed to each part.
-Shapes as in ``reference``. The operator answers log-sum-exp 0 for a query that sees no row: never call it so.
+Its backward takes the output and the log-sum-exp as arguments, so each part can get those of the whole attention.
+Shapes as in ``reference``. For a query that sees no row the operator returns log-sum-exp 0, which is wrong: every query
+must see a row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def takes_all_rows(dtype: torch.dtype) -> bool:
-    """Return whether any number of retained rows is taken at once: not so, temporaries grow with them."""
+    """Return False: temporaries grow with the number of retained rows, so they are evaluated in tiles."""
     return False
 
 

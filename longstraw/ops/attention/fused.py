@@ -1,11 +1,11 @@
 """Softmax attention on CUDA: PyTorch's flash operators, and a Triton kernel for the gradient of retained rows.
 
-The flash backward makes a key and a value gradient for every query head, 6.4 GB a layer at 262,144 rows; so it serves
-the new rows. Gradients of retained rows are accumulated in float32 straight into the state's buffers: nothing of the
-prompt's size is made. Triton is imported when a kernel is launched: on fake tensors all of this runs without it.
+The flash backward makes a key and a value gradient for every query head, 6.4 GB a layer at 262,144 rows, so it is used
+for new rows only. Gradients of retained rows are accumulated in float32 straight into the state's buffers: no tensor of
+the prompt's size is made. Triton is imported when a kernel is launched: on fake tensors all of this runs without it.
 
 N key/value heads, R query heads for each, H = N R, T queries, S rows, G rows with a gradient, D width of a head.
-bfloat16 and float16 are taken as they are; other types go through the plain reference, except for retained rows.
+bfloat16 and float16 use these kernels; other types the plain reference, except for retained rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
-kernels = DeferredModule("longstraw.ops.attention.kernels")
+kernels = LazyModule("longstraw.ops.attention.kernels")
 
 
 def operand_type(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +30,7 @@ def operand_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def takes_all_rows(dtype: torch.dtype) -> bool:
-    """Return whether any number of retained rows is taken at once: where no temporary of theirs is made."""
+    """Return whether all retained rows are evaluated at once: if no copy of them is needed."""
     return dtype in FLASH_TYPES
 
 
@@ -40,7 +40,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float)
         return reference.part_forward(q, k, v, causal=causal, scale=scale)
     _check_square(q, k, causal)
     heads, repeats, count, width = q.shape
-    if not count:  # the operator launches nothing but an error
+    if not count:  # the operator would fail to launch
         return q.to(torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)
     inside = scratch(q, flash_forward_bytes(heads * repeats, count, len(k), width))
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -61,7 +61,7 @@ def part_backward(
     heads, repeats, count, width = q.shape
     if not count:
         return q.to(torch.float32), torch.zeros_like(k), torch.zeros_like(v)
-    unused = q.new_empty(2, dtype=torch.uint64)  # the state of a dropout that is not there
+    unused = q.new_empty(2, dtype=torch.uint64)  # random state of the unused dropout
     inside = scratch(q, flash_backward_bytes(heads, repeats, count, len(k), width, q.element_size()))
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
         _by_tokens(grad.to(q.dtype)),

@@ -1,4 +1,4 @@
-"""Softmax attention in plain PyTorch, in tiles: the twin that every faster attention is held against.
+"""Softmax attention in plain PyTorch, in tiles: the reference that faster versions are tested against.
 
 N key/value heads, R query heads per key/value head, T queries, S rows, D width of a head.
 Tensors are at least float32; any device; float64 stays float64.
@@ -24,7 +24,7 @@ def operand_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def takes_all_rows(dtype: torch.dtype) -> bool:
-    """Return whether any number of retained rows is taken at once: not so, temporaries grow with them."""
+    """Return False: temporaries grow with the number of retained rows, so they are evaluated in tiles."""
     return False
 
 

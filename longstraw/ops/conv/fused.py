@@ -1,7 +1,7 @@
 """The causal convolution by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
-fla is imported when its kernels are launched: on fake tensors all of this runs without it, and what they allocate
-inside is counted by scratch.
+fla is imported when its kernels are launched, so this runs on fake tensors without it; memory that the kernels allocate
+inside is counted there by ``fake_workspace``.
 
 T positions, C channels, W taps.
 """
@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.conv import reference
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.kernel_workspace import conv_backward_bytes, conv_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
-kernels = DeferredModule("longstraw.ops.conv.kernels")
+kernels = LazyModule("longstraw.ops.conv.kernels")
 
 
 def causal_conv(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

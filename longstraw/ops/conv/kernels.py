@@ -1,4 +1,4 @@
-"""The calls into flash-linear-attention's kernels of the convolution; ``fused`` has the operators they are in.
+"""Call flash-linear-attention's kernels of the causal convolution; used by the operators in ``fused``.
 
 fla's state has W columns of which the first is padding: [1, C, W] for a tail [W-1, C].
 """

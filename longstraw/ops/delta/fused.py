@@ -1,7 +1,8 @@
 """The gated delta rule by flash-linear-attention's Triton kernels; shapes and meaning as in ``reference``.
 
-The backward evaluates the chunks' inner products anew: only the inputs are kept. fla is imported when its kernels are
-launched: on fake tensors all of this runs without it, and what they allocate inside is counted by scratch.
+Only the inputs are kept; the backward recomputes the chunks' inner products. fla is imported when its kernels are
+launched, so this runs on fake tensors without it; memory that the kernels allocate inside is counted there by
+``fake_workspace``.
 
 T positions, A key heads, B value heads, K and V widths.
 """
@@ -17,9 +18,9 @@ from torch.autograd.function import once_differentiable
 from longstraw.ops.delta import reference
 from longstraw.ops.fake_workspace import scratch
 from longstraw.ops.kernel_workspace import delta_backward_bytes, delta_forward_bytes
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
-kernels = DeferredModule("longstraw.ops.delta.kernels")
+kernels = LazyModule("longstraw.ops.delta.kernels")
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

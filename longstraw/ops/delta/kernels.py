@@ -1,4 +1,4 @@
-"""The calls into flash-linear-attention's kernels of the gated delta rule; ``fused`` has the operators they are in."""
+"""Call flash-linear-attention's kernels of the gated delta rule; used by the operators in ``fused``."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ class LatentKernels(Protocol):
 
 
 class LatentOps:
-    """A backend's operations on retained rows wherever they lie: a layer's are brought to the device as a whole.
+    """A backend's operations; a layer's retained rows in host memory are copied to the device as a whole.
 
-    Which rows are read is known only where they are read, so there is no tile to bring.
+    Which rows a query reads is known only in the kernel, so they cannot be copied in tiles.
     """
 
     def __init__(self, kernels: LatentKernels):

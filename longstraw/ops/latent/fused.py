@@ -16,14 +16,14 @@ from torch import Tensor
 
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent.reference import Buffers, Rows
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WEIGHT_TILE = 2**25  # attention weights kept between the two kernels of the backward, 64 MiB in bfloat16, twice
 QUERY_TILE = 2048  # queries attended to, or scored, at a time
 CANDIDATES = 2**13  # rows that one program chooses from: the best so far and newly scored ones
 MOST = 2**13  # rows a query: twice as many candidates are counted in 16 bits
-kernels = DeferredModule("longstraw.ops.latent.kernels")
+kernels = LazyModule("longstraw.ops.latent.kernels")
 
 
 def attend_forward(q: Tensor, past: Rows, new: Rows, rows: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def attend_backward(
     _check_buffers(past_grads, inner)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_new = [torch.zeros_like(part, dtype=inner, memory_format=torch.contiguous_format) for part in new]
-    tile = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # a grid has no more
+    tile = min(len(q), max(WEIGHT_TILE // max(rows.shape[1] * q.shape[1], 1), 1), 65_535)  # largest size of a grid
     chosen, number = _compacted(rows, tile)
     kept = [q.new_empty(tile, rows.shape[1], q.shape[1]) for _ in range(2)]
     _backward(
@@ -74,7 +74,7 @@ def best_rows(
     """Return scores and positions of the ``count`` best rows of each query; arguments, order as in ``reference``."""
     _check(q)
     if count > MOST:
-        raise ValueError(f"count={count} rows a query: the kernel takes 1 to {MOST}; backend=reference any")
+        raise ValueError(f"count={count} rows a query: the kernel takes 1 to {MOST}; use backend=reference for more")
     best = q.new_full((len(q), count), -torch.inf, dtype=inner_dtype(q))
     rows = queried.new_full((len(q), count), -1)
     longest = max((len(key) for key, _ in parts), default=0)
@@ -88,7 +88,7 @@ def best_rows(
     return best, rows
 
 
-# The operators that launch. Whatever they write to, workspaces included, is theirs to change and made above.
+# The operators that launch kernels. They mutate all outputs and workspaces, which are allocated above.
 
 
 @torch.library.custom_op("longstraw::latent_forward", mutates_args=("chosen", "number", "out", "lse"))

@@ -1,6 +1,6 @@
 """Attention over chosen latent rows, and the choice of rows, in plain PyTorch and in tiles.
 
-The twin that every faster one is held against: any device; at least float32 inside; float64 stays float64.
+The reference that faster versions are tested against: any device; at least float32 inside; float64 stays float64.
 
 T new positions, P retained ones, K chosen rows a query, H heads, C latent width, R width of the rotary key,
 I index heads, D index width. Row numbers count over (past | new): row P is the first new one; -1 is no row.
@@ -130,7 +130,7 @@ def keep_best(scores: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]
     above, equal = scores > lowest, scores == lowest
     spare = count - above.sum(-1, keepdim=True)
     kept = above | (equal & (equal.cumsum(-1) <= spare))
-    place = torch.where(kept, kept.cumsum(-1) - 1, count)  # what is not kept lands in one more column
+    place = torch.where(kept, kept.cumsum(-1) - 1, count)  # rows not kept go to one extra column
     best = scores.new_empty(len(scores), count + 1).scatter_(-1, place, scores)
     best_rows = rows.new_empty(len(rows), count + 1).scatter_(-1, place, rows)
     return best[:, :count], best_rows[:, :count]
@@ -164,7 +164,7 @@ def _scores(q: Tensor, gathered: Tensor, absent: Tensor, scale: float) -> Tensor
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Let a query without any row weigh nothing instead of making NaN."""
+    """Replace -inf so that a query without rows gives 0 and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longstraw.ops.logprob import fused, reference
 
-TokenLogits = Callable[..., tuple[Tensor, Tensor, Tensor]]  # what a backend provides; see ``reference.token_logits``
+TokenLogits = Callable[..., tuple[Tensor, Tensor, Tensor]]  # a backend's function; see ``reference.token_logits``
 
 LOGITS: dict[str, TokenLogits] = {
     "reference": reference.token_logits,

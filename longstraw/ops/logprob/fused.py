@@ -1,7 +1,7 @@
-"""Log-probability and entropy of chosen tokens on CUDA: products with the vocabulary never leave a Triton program.
+"""Log-probability and entropy of chosen tokens on CUDA, without storing the logits.
 
-The forward reduces tiles of logits where they are made. The backward makes the logits' gradient once more in tiles of
-vocabulary, which two plain matrix products take up; it exists for one tile at a time.
+A Triton kernel of the forward computes tiles of logits and reduces them at once. The backward recomputes the logits'
+gradient for one tile of vocabulary at a time, followed by two plain matrix products.
 
 T positions, d width, V vocabulary. float64 goes through the reference. Triton is imported when a kernel is launched.
 """
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longstraw.ops.lazy_module import DeferredModule
+from longstraw.ops.lazy_module import LazyModule
 from longstraw.ops.logprob import reference
 
 SPLIT = 4096  # columns that one program of the forward reduces
 GRADIENT_TILE = 8192  # columns whose gradient exists at a time
-kernels = DeferredModule("longstraw.ops.logprob.kernels")
+kernels = LazyModule("longstraw.ops.logprob.kernels")
 
 
 def token_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The Triton kernels of log-probability and entropy; ``fused`` has the operators that launch them.
 
-What is launched allocates nothing. T positions, d width, V vocabulary.
+The kernels allocate nothing. T positions, d width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What log-probability and entropy are made of, in plain PyTorch and in tiles of vocabulary: no full logits.
+"""Log-sum-exp, target and mean logit of each token, in plain PyTorch and in tiles of vocabulary: no full logits.
 
 T positions, d width, V vocabulary. At least float32 inside.
 """

@@ -46,7 +46,7 @@ def route(logits: Tensor, bias: Tensor, count: int, *, normalise: bool, scale: f
 def mix_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, ops: MoeOps = reference
 ) -> Tensor:
-    """Return the weighted sum [T, d] of what the ``chosen`` [T, k] experts make of ``x`` [T, d].
+    """Return the weighted sum [T, d] of the ``chosen`` [T, k] experts' outputs for ``x`` [T, d].
 
     ``weights`` [T, k] at least float32, ``gate_up`` [E, 2I, d], ``down`` [E, d, I]; an expert is
     ``down (silu(gate x) * up x)``.

@@ -1,4 +1,4 @@
-"""The reference with matrix products of bfloat16 numbers in float32: see ``ops.linear`` for why."""
+"""The experts of ``reference``, but with matrix products of bfloat16 numbers in float32; ``ops.linear`` says why."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A mixture of SwiGLU experts over tokens sorted by expert, in plain PyTorch.
 
-T tokens, N = T x chosen experts (fewer or more where tokens travel), E experts, d model width, I inner width of an
-expert. At least float32 where results add up; matrix products in the dtype of their inputs, or in ``inner``, into which
+T tokens, N = T x chosen experts (another number with expert parallelism), E experts, d model width, I inner width of an
+expert. Sums in at least float32; matrix products in the dtype of their inputs, or in ``inner``, into which
 the weights of one expert at a time are cast.
 """
 
@@ -27,7 +27,7 @@ class ExpertGradients(NamedTuple):
     """What the backward is given: the output's gradient [T, d], and whether the experts' weights get one."""
 
     grad: Tensor
-    learnt: bool
+    trainable: bool
 
 
 def experts_forward(
@@ -53,14 +53,14 @@ def experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of ``x``, of the entries' weights and, if asked for, of ``gate_up`` and ``down``.
 
-    What an expert makes inside is made again for its own tokens, so that it is never there for all tokens at once.
+    Activations inside an expert are recomputed for its own tokens, so they never exist for all tokens at once.
     """
     token, weight, counts = routed
-    grad, learnt = grads
+    grad, trainable = grads
     grad_x = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     grad_weight = torch.empty_like(weight)
-    grad_gate_up = torch.zeros_like(gate_up) if learnt else None
-    grad_down = torch.zeros_like(down) if learnt else None
+    grad_gate_up = torch.zeros_like(gate_up) if trainable else None
+    grad_down = torch.zeros_like(down) if trainable else None
     inner = inner or x.dtype
     for expert, entries in _segments(counts):
         tokens = token[entries]

@@ -1,4 +1,4 @@
-"""Attention over chosen latent rows in Triton: the CUDA twin of ``reference``'s.
+"""Triton kernels of attention over chosen latent rows; same results as ``reference``.
 
 All heads of a query read the same rows, so a program has many heads of one query, and products use tensor cores. The
 backward has two kernels. The first makes the gradient of queries and leaves each weight and its gradient in a

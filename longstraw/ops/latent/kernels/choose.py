@@ -1,4 +1,4 @@
-"""The choice of rows in Triton: the CUDA twin of ``reference``'s.
+"""Triton kernels that choose the best rows for each query; same results as ``reference``.
 
 A score costs thousands of operations and a few bytes, so each is computed once, in tiles of queries and keys that a
 workspace holds. A second kernel, one program a query, chooses out of the best so far and a tile's scores.

@@ -1,4 +1,4 @@
-"""What both files of kernels share."""
+"""Masked loads and stores that both files of kernels use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that one rank sends in a step, in closed form from its configuration; what ``parallel.traffic`` counts.
+"""Bytes that one rank sends in a step, in closed form from its configuration; what ``parallel.comm_meter`` counts.
 
 Exact for parameters, gradients and all that joins positions; experts are chosen evenly. Prompts side by side have the
 same lengths, and where there are adapters every mixer has one.
@@ -17,9 +17,12 @@ from math import prod
 from longstraw.config import RunConfig, gradient_start
 from longstraw.config.architectures import Glm52Config, Qwen36Config
 from longstraw.config.architectures.base import ModelConfig
-from longstraw.memory.estimate.parameters import FROZEN, adapted, gradient_item, parameter_shapes
-from longstraw.memory.estimate.sizes import ITEM, Shape
+from longstraw.models import build_model
 from longstraw.parallel.parallel_dims import ParallelDims
+
+Shape = tuple[int, ...]
+ITEM = {"float64": 8, "float32": 4, "bfloat16": 2}  # bytes of a number
+FROZEN = ".indexer."
 
 INDEX, COUNT = 4, 8  # int32, int64
 STAYS = ("model.embed_tokens.", "lm_head.", ".experts.")  # never gathered
@@ -55,6 +58,13 @@ def bytes_sent(
     return {(verb, *key): size for verb, sent in verbs.items() for key, size in sent.items() if size}
 
 
+def _is_adapted(config: RunConfig, name: str) -> bool:
+    """Return whether a matrix has a low-rank adapter."""
+    targets = config.adapter.targets or config.model.adapter_targets
+    module = f".{name.removesuffix('.weight')}"
+    return FROZEN not in name and any(module.endswith(f".{target}") for target in targets)
+
+
 def _sum(parts: Iterator[Bytes]) -> Bytes:
     total: Bytes = Counter()
     for part in parts:
@@ -68,7 +78,7 @@ def _times(sent: Bytes, number: int) -> Bytes:
 
 @dataclass(frozen=True)
 class _Sender:
-    """What the collectives of a chunk's ranks send, by the rules of ``parallel.traffic``."""
+    """What the collectives of a chunk's ranks send, by the rules of ``parallel.comm_meter``."""
 
     sizes: ParallelDims
     w: int
@@ -182,12 +192,13 @@ class _Step:
         self.f = max(self.w, ITEM["float32"])
         sender = _Glm if isinstance(config.model, Glm52Config) else _Qwen
         self.send = sender(sizes, self.w, self.f)
-        self.summed = gradient_item(config, self.w)  # bytes of a number in which gradients add up
+        self.summed = self.f if config.optimizer.gradient_dtype == "float32" else self.w  # bytes that gradients sum in
         self.everything = config.adapter.name == "none"
-        self.shapes = list(parameter_shapes(config.model))
+        whole = build_model(config.model, device="meta")
+        self.shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.named_parameters()]
         self.blocks = [_Parameters() for _ in range(config.model.num_hidden_layers + 1)]  # the last: the final norm
         adapters = [n for n, shape in self.shapes if len(shape) == 2] if not self.everything else []
-        self.adapters = set(adapted(config, adapters))
+        self.adapters = {name for name in adapters if _is_adapted(config, name)}
         self.first = min((int(name.split(".")[2]) for name in self.adapters), default=0)  # block with a gradient
         self._share_out(config.adapter.rank)
 
