@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longstraw.grpo import Group
     from longstraw.models import build_model, load_model
+    from longstraw.rollout.sampling import sample
     from longstraw.step import grpo_step, prefill
 
 _HOMES = {
@@ -19,8 +20,9 @@ _HOMES = {
     "load_model": "longstraw.models",
     "grpo_step": "longstraw.step",
     "prefill": "longstraw.step",
+    "sample": "longstraw.rollout.sampling",
 }
-__all__ = ["Group", "build_model", "grpo_step", "load_model", "prefill"]
+__all__ = ["Group", "build_model", "grpo_step", "load_model", "prefill", "sample"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,32 @@
 """Group-relative policy optimisation as plain functions on tensors: a group, its advantages, the loss of one branch.
 
-    A_i  = (r_i - mean r) / (std r + 1e-6)     std unbiased, over the group; without scale_rewards r_i - mean r
+    A_i  = (r_i - b_i) / (std r + 1e-6)        std unbiased, of the group or the step; scale_rewards=none: no division
+    b_i  = mean r                              baseline=mean; others (RLOO, arXiv 2402.14740): mean of r_j, j not i
     w_t  = exp(lp_t - old_t)                   importance=token
     w    = exp(mean_t(lp_t - old_t))           importance=sequence (GSPO), one ratio for all its tokens
-    l_t  = -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) + kl_coef (exp(ref_t - lp_t) - (ref_t - lp_t) - 1)
+    w    = exp(sum_t(lp_t - old_t))            importance=product (RLOO), the ratio of the sequences' probabilities
+    p_t  = -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)     loss=clip; clip_dual: min(w, clip_dual) for w
+    p_t  = -stop(clip(w, 1 - clip_low, 1 + clip_high)) A lp_t    loss=cispo (arXiv 2506.13585)
+    l_t  = c_t p_t + kl_coef (exp(ref_t - lp_t) - (ref_t - lp_t) - 1)
     loss = sum over responses and kept tokens of l_t / D_i
 
-    normalize   D_i, with n_i the kept tokens of response i and G the group's size
-    response    G n_i              (GRPO: a mean over the response, then over the group)
-    group       n_1 + .. + n_G     (DAPO: a mean over the group's tokens)
-    constant    G response_length  (Dr. GRPO: long answers weigh no less a token than short ones)
+    normalize   D_i, with n_i the kept tokens of response i, G the group's size, N the step's groups
+    response    N G n_i              (GRPO: a mean over the response, then over the group)
+    group       N (n_1 + .. + n_G)   (a mean over each group's tokens)
+    step        n_1 + .. over all groups of the step (DAPO)
+    constant    N G response_length  (Dr. GRPO: long answers weigh no less a token than short ones)
+
+    correction, with q_t = exp(old_t - sampler_t), detached        c_t                          bounds unless given
+    token_tis       truncated importance sampling                  clip(q_t, low, high)         none, 2.0
+    icepop          (arXiv 2510.18855)                             q_t within, else 0           0.5, 5.0
+    sequence_mask   q = exp(sum_t log q_t)                         q within, else 0             none, 3.0
+    geometric_mask  q = exp(mean_t log q_t)                        1 within, else 0             0.99, 1.01
 
 The loss of a group is the plain sum of its branches' losses: each branch can be differentiated and dropped on its own.
 
 TRL's loss is the same but for three choices: it adds 1e-4 to the standard deviation, it does not limit the ratio to
 exp(20), and its clip fraction counts a clipped sequence once where this one counts the sequence's tokens. Its ``dapo``
-divides by the tokens of all groups of the batch, which for one group is ``normalize=group`` (its ``bnpo``).
+and ``bnpo`` are ``normalize=step``. Its ``epsilon_high`` of CISPO is 1 + ``clip_high``.
 
 Shapes: P prompt positions, R response positions.
 """
@@ -32,11 +43,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw.config import AlgorithmConfig
+from longstraw.config import ALGORITHM_CHOICES, AlgorithmConfig, choose
 from longstraw.ops.host_sync import read_scalar
 
 ADVANTAGE_EPS = 1e-6
+CORRECTIONS = {  # bounds of the ratio between trainer and sampler
+    "token_tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_mask": (0.0, 3.0),
+    "geometric_mask": (0.99, 1.01),
+}
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8; beyond it a ratio counts as that and passes no gradient, or inf * 0 = NaN
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Hold what the loss of one branch needs to know of all groups of its optimizer step."""
+
+    groups: int
+    tokens: int  # kept by the masks
+    rewards: tuple[float, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> StepTotals:
+        """Count over ``groups``, which are all those of the step."""
+        rewards = tuple(reward for group in groups for reward in group.rewards)
+        return cls(len(groups), sum(sum(kept_tokens(group)) for group in groups), rewards)
 
 
 @dataclass
@@ -46,6 +78,7 @@ class Group:
     Lists, tuples and arrays become int64 tensors. ``old_logprobs`` are those of the policy that wrote the responses;
     ``loss_masks`` are True for tokens the policy wrote, False for others such as a tool's output. A response whose mask
     keeps no token adds nothing to the loss, and its reward still counts in the advantages of the others.
+    ``step`` is for a step of several groups; without it the group is the step's only one.
     Raises ``ValueError`` that names the response and the reason.
     """
 
@@ -55,6 +88,7 @@ class Group:
     old_logprobs: list[Tensor] | None = None  # [R_i] each
     loss_masks: list[Tensor] | None = None  # [R_i] each
     id: str = ""
+    step: StepTotals | None = None
 
     def __post_init__(self) -> None:
         self.prompt = _token_ids(self.prompt, "prompt")
@@ -160,24 +194,43 @@ def _same_count(name: str, values: Sequence[Any], responses: Sequence[Any]) -> N
         raise ValueError(f"{len(values)} {name} for {len(responses)} responses")
 
 
-def advantages(rewards: Sequence[float], scale: bool = True) -> list[float]:
-    """Return each reward's distance from the group's mean, over the unbiased standard deviation + 1e-6 if ``scale``.
+def advantages(
+    rewards: Sequence[float],
+    scale: bool | str = "group",
+    *,
+    baseline: str = "mean",
+    batch: Sequence[float] | None = None,
+) -> list[float]:
+    """Return each reward's distance from its baseline, over an unbiased standard deviation + 1e-6.
 
-    Float64. Equal rewards give exact zeros. Raises ``ValueError`` for fewer than two rewards, and for such that have no
-    finite variance.
+    ``scale``: group or True, that of ``rewards``; batch, that of ``batch`` (the step's rewards; None: the group's);
+    none or False, no division. ``baseline``: the group's mean, or the mean of the others. Float64. Equal rewards
+    give exact zeros. Raises ``ValueError`` for fewer than two rewards, and for such that have no finite variance.
     """
+    if isinstance(scale, bool):
+        scale = "group" if scale else "none"
+    choose("scale_rewards", scale, ALGORITHM_CHOICES["scale_rewards"])
+    choose("baseline", baseline, ALGORITHM_CHOICES["baseline"])
     if len(rewards) < 2:
         raise ValueError(f"advantages of {len(rewards)} reward: a group has two or more")
-    if not all(abs(reward) < 1e150 for reward in rewards):  # false for NaN too
+    measured = batch if scale == "batch" and batch is not None else rewards
+    if not all(abs(reward) < 1e150 for reward in (*rewards, *measured)):  # false for NaN too
         raise ValueError(f"rewards {list(rewards)} must be finite, and below 1e150 for their squares to be")
     if min(rewards) == max(rewards):  # the rounded mean of 0.1, 0.1, 0.1 is not 0.1
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
-    distances = [reward - mean for reward in rewards]
-    if not scale:
+    factor = len(rewards) / (len(rewards) - 1) if baseline == "others" else 1.0
+    distances = [(reward - mean) * factor for reward in rewards]
+    if scale == "none":
         return distances
-    std = math.sqrt(math.fsum(d * d for d in distances) / (len(rewards) - 1))
+    center = math.fsum(measured) / len(measured)
+    std = math.sqrt(math.fsum((reward - center) ** 2 for reward in measured) / (len(measured) - 1))
     return [d / (std + ADVANTAGE_EPS) for d in distances]
+
+
+def kept_tokens(group: Group) -> list[int]:
+    """Return the number of tokens in the loss of each response."""
+    return group.response_positions if group.loss_masks is None else [int(mask.sum()) for mask in group.loss_masks]
 
 
 def denominators(group: Group, algorithm: AlgorithmConfig, response_length: int) -> list[float]:
@@ -186,14 +239,33 @@ def denominators(group: Group, algorithm: AlgorithmConfig, response_length: int)
     ``response_length`` is the configured one, read by ``normalize=constant`` only. A response without kept tokens has
     nothing to divide: it divides an empty sum and is 1 or more.
     """
-    size = len(group.responses)
-    masks = group.loss_masks
-    kept = group.response_positions if masks is None else [int(mask.sum()) for mask in masks]
+    size, kept = len(group.responses), kept_tokens(group)
+    groups, tokens = (1, sum(kept)) if group.step is None else (group.step.groups, group.step.tokens)
     if algorithm.normalize == "response":
-        return [float(size * max(count, 1)) for count in kept]
+        return [float(groups * size * max(count, 1)) for count in kept]
     if algorithm.normalize == "group":
-        return [float(max(sum(kept), 1))] * size
-    return [float(size * response_length)] * size
+        return [float(groups * max(sum(kept), 1))] * size
+    if algorithm.normalize == "step":
+        return [float(max(tokens, 1))] * size
+    return [float(groups * size * response_length)] * size
+
+
+def overlong_penalty(length: int, longest: int, buffer: int) -> float:
+    """Return DAPO's soft punishment, to be added to a response's reward (arXiv 2503.14476, equation 13).
+
+    0 up to ``longest - buffer`` tokens, then falling by 1 / ``buffer`` a token, to -1 at ``longest`` and beyond.
+    """
+    if not 0 < buffer <= longest or length < 0:
+        raise ValueError(
+            f"length={length}, longest={longest}, buffer={buffer}: need 0 < buffer <= longest, length >= 0"
+        )
+    return max(min((longest - buffer - length) / buffer, 0.0), -1.0)
+
+
+def mask_truncated(masks: Sequence[Tensor], truncated: Sequence[bool]) -> list[Tensor]:
+    """Return the loss masks with those of truncated responses all False; their rewards still count in advantages."""
+    _same_count("truncated flags", truncated, masks)
+    return [torch.zeros_like(mask) if cut else mask for mask, cut in zip(masks, truncated, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -228,7 +300,8 @@ class BranchTerms:
     """What the loss of one response is made of beside its log-probabilities; tensors are [R] and carry no graph.
 
     Without ``old_logprobs`` the response counts as drawn from this very policy: a ratio of 1 with the policy's
-    gradient. What stands where the mask is False is never read, NaN included.
+    gradient. ``sampler_logprobs`` are of the engine that drew the response, for a correction. What stands where the
+    mask is False is never read, NaN included.
     """
 
     advantage: float
@@ -236,6 +309,7 @@ class BranchTerms:
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     mask: Tensor | None = None
+    sampler_logprobs: Tensor | None = None
 
 
 def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig) -> BranchLoss:
@@ -253,11 +327,18 @@ def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig
 
     old = lp if old_logprobs is None else old_logprobs
     log_ratio = _kept(lp - old.detach().to(lp.dtype), keep)
-    if algorithm.importance == "sequence":
-        log_ratio = (log_ratio.sum() / tokens.clamp(min=1)).expand_as(lp)
+    if algorithm.importance != "token":
+        divisor = tokens.clamp(min=1) if algorithm.importance == "sequence" else 1
+        log_ratio = (log_ratio.sum() / divisor).expand_as(lp)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    per_token = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    if algorithm.loss == "cispo":
+        per_token = -ratio.clamp(low, high).detach() * advantage * lp
+    else:
+        held = ratio if algorithm.clip_dual is None else ratio.clamp(max=algorithm.clip_dual)
+        per_token = -torch.minimum(held * advantage, ratio.clamp(low, high) * advantage)
+    if algorithm.correction != "none":
+        per_token = per_token * correction_weights(old, terms.sampler_logprobs, keep, algorithm)
     clipped = ratio > high if advantage > 0 else ratio < low if advantage < 0 else torch.zeros_like(keep)
 
     kl = None
@@ -268,6 +349,31 @@ def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig
 
     loss = _kept(per_token, keep).sum() / terms.denominator
     return BranchLoss(loss, Statistics(tokens, (clipped & keep).sum(), kl))
+
+
+def correction_weights(
+    old: Tensor, sampler_logprobs: Tensor | None, keep: Tensor, algorithm: AlgorithmConfig
+) -> Tensor:
+    """Return the factor [R] on the loss of each token that another engine drew, without a graph.
+
+    ``old`` [R] are the trainer's log-probabilities at the time of sampling. Raises ``ValueError`` without those of
+    the sampler.
+    """
+    if sampler_logprobs is None:
+        raise ValueError(f"correction={algorithm.correction} needs the log-probabilities of the sampler, and none came")
+    dtype = torch.promote_types(old.dtype, torch.float32)
+    log_ratio = _kept(old.detach().to(dtype) - sampler_logprobs.detach().to(dtype), keep)
+    low, high = CORRECTIONS[algorithm.correction]
+    low = low if algorithm.correction_low is None else algorithm.correction_low
+    high = high if algorithm.correction_high is None else algorithm.correction_high
+    if algorithm.correction in ("sequence_mask", "geometric_mask"):
+        divisor = keep.sum().clamp(min=1) if algorithm.correction == "geometric_mask" else 1
+        log_ratio = (log_ratio.sum() / divisor).expand_as(log_ratio)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if algorithm.correction == "token_tis":
+        return ratio.clamp(low, high)
+    weight = torch.ones_like(ratio) if algorithm.correction == "geometric_mask" else ratio
+    return _kept(weight, (ratio >= low) & (ratio <= high))
 
 
 def branch_losses(
@@ -286,12 +392,19 @@ def branch_losses(
     def each(values: list[Tensor] | None) -> Iterator[Tensor | None]:
         return (None if values is None else values[i].to(device) for i in range(len(group.responses)))
 
+    correct = algorithm.correction != "none"
+    if correct and group.old_logprobs is None:
+        raise ValueError(
+            f"correction={algorithm.correction}: group {group.id!r} has no log-probabilities of its sampler"
+        )
+    batch = None if group.step is None else group.step.rewards
     parts = zip(
-        advantages(group.rewards, algorithm.scale_rewards),
+        advantages(group.rewards, algorithm.scale_rewards, baseline=algorithm.baseline, batch=batch),
         denominators(group, algorithm, response_length),
         each(old_logprobs),
         each(reference_logprobs),
         each(group.loss_masks),
+        each(group.old_logprobs if correct else None),
         strict=True,
     )
     for terms in parts:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
 from longstraw.ops.host_sync import equal_bits
-from longstraw.ops.past import Past
+from longstraw.ops.past import BranchPast, Past
 
 Tensors = dict[str, Tensor]
 
@@ -48,6 +48,9 @@ class RetainedState(Protocol):
 
     def leaves(self, end: int, grad: bool) -> Past:
         """Return the state after positions [0, end); with ``grad``, gradients of its uses are accumulated."""
+
+    def branch(self, count: int, room: int) -> BranchPast:
+        """Return the past of ``count`` branches of up to ``room`` positions each, which do not write to the state."""
 
     def cotangent(self, start: int, end: int) -> Tensors:
         """Return and drop the gradient accumulated for the update of positions [start, end)."""
@@ -88,7 +91,7 @@ class Appended:
         """
         self.positions = 0
         self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
-        self._device, self._staging = like.device, storage.staging
+        self._device, self._staging, self._dtype = like.device, storage.staging, like.dtype
         kept = storage.dtype or like.dtype
         self._gradient_dtype = storage.gradient_dtype or torch.promote_types(
             torch.promote_types(like.dtype, kept), torch.float32
@@ -122,6 +125,12 @@ class Appended:
         size = held - self._held(self._grad_from)
         grads = {name: self._read(name, buffer[:size]) for name, buffer in self._buffers().items()}
         return Past(end, rows, grads, spans)
+
+    def branch(self, count: int, room: int) -> BranchPast:
+        shared = self.leaves(self.positions, grad=False)
+        shapes = {name: (count, *rows.shape[1:-1], room, rows.shape[-1]) for name, rows in self._rows.items()}
+        own = {name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in shapes.items()}
+        return BranchPast(self.positions, {name: shared.rows(name) for name in self._rows}, own, count)
 
     def cotangent(self, start: int, end: int) -> Tensors:
         if self._grad_from is None or start < self._grad_from:
@@ -196,6 +205,11 @@ class Carried:
         for name, leaf in tensors.items() if grad and not self._frozen else ():
             leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._add, name))
         return Past(end, tensors)
+
+    def branch(self, count: int, room: int) -> BranchPast:
+        last = self._snapshots[self.positions]
+        tensors = {name: x.detach().expand(count, *x.shape) for name, x in last.items()}
+        return BranchPast(self.positions, tensors, {}, count)
 
     def cotangent(self, start: int, end: int) -> Tensors:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}

@@ -15,10 +15,10 @@ P prompt positions, of which P - 1 are retained; R response positions; d model w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ from longstraw.ops.host_sync import read_scalar
 from longstraw.state import RetainedState
 
 
+class Holder(Protocol):
+    """What holds tensors: a retained state, or what branches add to it."""
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor held with its kind of memory."""
+
+
 class Observer:
     """Called with what the step does, as it does it; the base class ignores it. A step may be stopped between calls."""
 
@@ -41,7 +48,7 @@ class Observer:
     def advance(self, positions: int) -> None:
         """Note that a chunk or a branch of ``positions`` is done."""
 
-    def holds(self, states: Sequence[RetainedState]) -> None:
+    def holds(self, states: Sequence[Holder]) -> None:
         """Note that what ``states`` hold has changed."""
 
 
@@ -86,11 +93,16 @@ class StepOptions:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     response_length: int | None = None  # read by Dr. GRPO's constant; None: the longest response
     state: StateConfig | None = None  # how retained rows are kept; None: in the model's dtype, on its device
+    temperature: float = 1.0  # at which responses were drawn: the policy is softmax(logits / temperature)
 
     def __post_init__(self) -> None:
         if self.response_length is not None and self.response_length < 1:
             raise ValueError(
                 f"response_length={self.response_length} must be at least 1, or None for the longest response"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: the policy is softmax(logits / temperature)"
             )
 
     def grad_from(self, prompt: Tensor) -> int | None:
@@ -164,13 +176,21 @@ def prefill(
 
 @torch.no_grad()
 def score(
-    model: Decoder, retained: Retained, responses: Sequence[Tensor], *, observer: Observer = _UNOBSERVED
+    model: Decoder,
+    retained: Retained,
+    responses: Sequence[Tensor],
+    *,
+    temperature: float = 1.0,
+    observer: Observer = _UNOBSERVED,
 ) -> list[Tensor]:
-    """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host."""
+    """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host.
+
+    They are those of softmax(logits / ``temperature``).
+    """
     scored = []
     with observer.verb("score", sum(map(len, responses))):
         for response in pad_to_longest_rank(model, responses, retained.prompt[:0]):
-            logprobs, _ = _branch(model, retained, response, grad=False)
+            logprobs, _ = _branch(model, retained, response, grad=False, temperature=temperature)
             scored.append(to_host(logprobs))
             observer.advance(len(response))
     return scored[: len(responses)]
@@ -198,7 +218,8 @@ def replay(
     sums = None  # of loss, entropy and counts: nothing on the device grows with the group
     with observer.verb("replay", sum(group.response_positions)):
         for response, loss_of, mask in zip(group.responses, losses_of, masks, strict=True):
-            lp, entropy = _branch(model, retained, response, grad=retained.grad_from is not None)
+            grad = retained.grad_from is not None
+            lp, entropy = _branch(model, retained, response, grad=grad, temperature=options.temperature)
             observer.holds(retained.states)
             branch = loss_of(lp)
             branch.loss.backward()
@@ -292,13 +313,15 @@ def prepare_group(
     options: StepOptions,
     *,
     reference_logprobs: list[Tensor] | None = None,
+    retained: Retained | None = None,
     observer: Observer = _UNOBSERVED,
 ) -> PreparedGroup:
     """Evaluate the group's prompt and, where the algorithm asks for it, score its responses before any update.
 
-    ``group`` is on the model's device; ``reference_logprobs`` were scored on a prompt of their own.
+    ``group`` is on the model's device; ``reference_logprobs`` were scored on a prompt of their own. ``retained`` is the
+    prompt's state where it is there already.
     """
-    retained = prefill(
+    retained = retained or prefill(
         model,
         group.prompt,
         chunk=options.chunk,
@@ -308,7 +331,8 @@ def prepare_group(
     )
     old, scored = group.old_logprobs if options.algorithm.old_logprobs == "data" else None, 0
     if options.algorithm.old_logprobs == "score":
-        old, scored = score(model, retained, group.responses, observer=observer), sum(group.response_positions)
+        old = score(model, retained, group.responses, temperature=options.temperature, observer=observer)
+        scored = sum(group.response_positions)
     if reference_logprobs is not None:
         scored += retained.positions + sum(group.response_positions)
     return PreparedGroup(group, retained, old, reference_logprobs, retained.positions, scored)
@@ -336,17 +360,35 @@ def finish_step(
     )
 
 
+def skip_step(prepared: PreparedGroup) -> StepResult:
+    """Return what a step over a group of equal rewards computes, without a pass: its advantages and gradient are 0."""
+    zero = torch.zeros(())
+    return StepResult(
+        loss=zero,
+        logprobs=[torch.zeros(len(response)) for response in prepared.group.responses],
+        entropy=math.nan,
+        statistics=Statistics(zero, zero, None),
+        retained_bytes=prepared.retained.num_bytes(),
+        recompute_difference=None,
+        prefilled_positions=prepared.prefilled,
+        replayed_positions=0,
+        scored_positions=prepared.scored,
+        recomputed_positions=0,
+    )
+
+
 def score_fresh(
     model: Decoder,
     group: Group,
     *,
     chunk: int,
     state: StateConfig | None = None,
+    temperature: float = 1.0,
     observer: Observer = _UNOBSERVED,
 ) -> list[Tensor]:
     """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
     retained = prefill(model, group.prompt, chunk=chunk, state=state, observer=observer)
-    return score(model, retained, group.responses, observer=observer)
+    return score(model, retained, group.responses, temperature=temperature, observer=observer)
 
 
 def check_autograd(model: Decoder) -> None:
@@ -367,7 +409,9 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, *, has
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
 
 
-def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) -> tuple[Tensor, Tensor]:
+def _branch(
+    model: Decoder, retained: Retained, response: Tensor, *, grad: bool, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy [R] of ``response`` after the prompt.
 
     Responses wait in host memory for their turn: nothing on the device grows with the group.
@@ -376,7 +420,7 @@ def _branch(model: Decoder, retained: Retained, response: Tensor, grad: bool) ->
     response = response.to(retained.prompt.device, copy=True)
     past = [state.leaves(retained.positions, grad) for state in retained.states]
     hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]])[: len(response)], past)
-    return model.logprobs(hidden, response)
+    return model.logprobs(hidden, response, temperature)
 
 
 def pad_to_longest_rank(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:

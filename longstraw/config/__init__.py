@@ -15,6 +15,7 @@ from longstraw.config.model import (
     use_conf_dirs,
 )
 from longstraw.config.run import (
+    ALGORITHM_CHOICES,
     COUNTS,
     DATA,
     GROUPS,
@@ -25,6 +26,7 @@ from longstraw.config.run import (
     CheckpointConfig,
     DataConfig,
     JsonlConfig,
+    MadeConfig,
     NeedleConfig,
     OptimizerConfig,
     RunConfig,
@@ -38,6 +40,7 @@ from longstraw.config.run import (
 )
 
 __all__ = [
+    "ALGORITHM_CHOICES",
     "ARCHITECTURES",
     "COUNTS",
     "DATA",
@@ -54,6 +57,7 @@ __all__ = [
     "HardwareConfig",
     "JsonlConfig",
     "LaunchConfig",
+    "MadeConfig",
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",

@@ -25,6 +25,15 @@ PROMPT_GRADS = ("detached", "exact")
 ROW_DTYPES = ("float32", "bfloat16")
 MODES = ("auto", "run", "simulate", "emulate")
 STEPS = 10**9
+ALGORITHM_CHOICES = {
+    "scale_rewards": ("group", "batch", "none"),
+    "baseline": ("mean", "others"),
+    "loss": ("clip", "cispo"),
+    "importance": ("token", "sequence", "product"),
+    "normalize": ("response", "group", "step", "constant"),
+    "correction": ("none", "token_tis", "icepop", "sequence_mask", "geometric_mask"),
+    "old_logprobs": ("data", "score", "none"),
+}
 GROUP_HINT = "; advantages compare the responses of a group, so a group has two or more"
 
 
@@ -83,7 +92,34 @@ class JsonlConfig(DataConfig):
             choose("data.truncate", self.truncate, ("left", "right"))
 
 
-DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig}
+@dataclass
+class MadeConfig(DataConfig):
+    """A made task whose responses are sampled; see ``longstraw.data.made``. A task reads its own difficulty keys."""
+
+    haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
+    depth: list[float] = number([0.0, 1.0], 0, 1)  # statements stand between these fractions of the hay
+    symbols: int = number(4, 2, 26)  # letters an answer may be
+    keys: int = number(4, 1, 32)  # lookup, multi: statements
+    hops: int = number(1, 1, 15)  # chain: names the value is passed on over
+    chains: int = number(2, 1, 18)
+    most: int = number(4, 2, 10**4)  # count: the highest number
+    needles: int = number(2, 1, 32)  # multi: statements asked for
+
+    def __post_init__(self) -> None:
+        choose("data.name", self.name, MADE)
+        check_ranges(self, "data")
+        if len(self.depth) != 2 or self.depth[0] > self.depth[1]:
+            raise ConfigError(f"data.depth={self.depth} must be two rising fractions between 0 and 1")
+        if self.name == "multi" and self.needles > self.keys:
+            raise ConfigError(
+                f"data.needles={self.needles} of data.keys={self.keys}: at most all keys can be asked for"
+            )
+        if self.name == "chain" and self.chains * (self.hops + 1) > 32:
+            raise ConfigError(f"data.chains={self.chains} of data.hops={self.hops}: more than 32 names are in them")
+
+
+MADE = ("lookup", "chain", "count", "multi")
+DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig} | dict.fromkeys(MADE, MadeConfig)
 
 
 @dataclass
@@ -91,19 +127,37 @@ class AlgorithmConfig:
     """The policy loss; see ``longstraw.grpo`` for the formulas."""
 
     name: str = "grpo"
-    scale_rewards: bool = True  # divide the advantage by the group's standard deviation
-    importance: str = "token"  # token | sequence: over what the clipped ratio is taken
-    normalize: str = "response"  # response | group | constant: what a token's loss is divided by
+    scale_rewards: Any = "group"  # group | batch | none: whose standard deviation divides the advantage; true: group
+    baseline: str = "mean"  # mean | others: of the group's rewards, or of those of the group's other responses
+    loss: str = "clip"  # clip | cispo
+    importance: str = "token"  # token | sequence (geometric mean) | product: what the clipped ratio is of
+    normalize: str = "response"  # response | group | step | constant: what a token's loss is divided by
     clip_low: float = number(0.2, 0, 1)  # 1: no lower bound of the ratio
     clip_high: float = number(0.2, 0, 1e6)
+    clip_dual: float | None = number(None, 1, 1e6, above=True, hint="; null: off")  # limit where the advantage is < 0
+    correction: str = "none"  # none | token_tis | icepop | sequence_mask | geometric_mask: for another engine's samples
+    correction_low: float | None = number(None, 0, 1)  # None: the correction's own bounds, in longstraw.grpo
+    correction_high: float | None = number(None, 1, 1e6)
     kl_coef: float = number(0.0, 0, 1e6)
     old_logprobs: str = "data"  # data: as given, on policy where absent; score: on the retained state; none: on policy
 
     def __post_init__(self) -> None:
-        choose("algorithm.importance", self.importance, ("token", "sequence"))
-        choose("algorithm.normalize", self.normalize, ("response", "group", "constant"))
-        choose("algorithm.old_logprobs", self.old_logprobs, ("data", "score", "none"))
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        for key, choices in ALGORITHM_CHOICES.items():
+            choose(f"algorithm.{key}", getattr(self, key), choices)
         check_ranges(self, "algorithm")
+        if self.clip_dual is not None and self.clip_dual <= 1 + self.clip_high:
+            raise ConfigError(f"algorithm.clip_dual={self.clip_dual} must be above 1 + clip_high={1 + self.clip_high}")
+        if self.loss == "cispo" and self.clip_dual is not None:
+            raise ConfigError("algorithm.clip_dual with algorithm.loss=cispo would not be used; leave it out")
+        if self.correction == "none" and (self.correction_low is not None or self.correction_high is not None):
+            raise ConfigError("algorithm.correction_low and correction_high need a correction; leave them out")
+        if self.correction != "none" and self.old_logprobs == "data":
+            raise ConfigError(
+                f"algorithm.correction={self.correction} compares the log-probabilities of the data with the policy's "
+                "own; use algorithm.old_logprobs=score, or none"
+            )
 
 
 @dataclass
@@ -193,6 +247,14 @@ class RunConfig:
     prompt_grad: str = "detached"
     prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient goes back through; None: all
     refresh_every: int = number(1, 1, STEPS)  # optimizer steps that share one retained prompt
+    rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt
+    temperature: float = number(1.0, 0, 100, above=True)  # at which they are drawn, and log-probabilities taken
+    top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
+    top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
+    min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
+    stop: list[int] = field(default_factory=list)  # token ids that end a response, as its last token
+    resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
+    mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = number(1, 1, STEPS)
     seed: int = number(0, 0, 2**63 - 1)
@@ -234,11 +296,31 @@ class RunConfig:
                 f"response_length={self.response_length} leaves no prompt in context={self.context}; context counts "
                 "the prompt and one response"
             )
+        self._check_rollout()
         if self.prompt_grad == "exact" and self.refresh_every > 1:
             raise ConfigError(
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
                 "first optimizer step, so it has no exact gradient; use refresh_every=1 or prompt_grad=detached"
             )
+
+    def _check_rollout(self) -> None:
+        choose("rollout", self.rollout, ("given", "sample"))
+        drawn_from_some = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        if self.rollout == "given":
+            if drawn_from_some or self.stop or self.resample or self.mask_truncated:
+                raise ConfigError("top_p, top_k, min_p, stop, resample and mask_truncated need rollout=sample")
+            return
+        if self.mode in ("simulate", "emulate"):
+            raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
+        if self.hardware.world_size > 1:
+            raise ConfigError(f"rollout=sample runs in one process so far, and hardware has {self.hardware.world_size}")
+        if drawn_from_some and self.algorithm.old_logprobs != "none":
+            raise ConfigError(
+                "top_p, top_k and min_p draw from a part of the distribution, so ratios to its log-probabilities are "
+                "wrong; use algorithm.old_logprobs=none, or leave them out"
+            )
+        if self.mask_truncated and not self.stop:
+            raise ConfigError("mask_truncated=true needs stop=[...]: without a stop token every response is truncated")
 
     @property
     def processes(self) -> HardwareConfig:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longstraw.config import JsonlConfig, NeedleConfig, RunConfig
+from longstraw.config import DATA, JsonlConfig, MadeConfig, NeedleConfig, RunConfig
 from longstraw.data.haystack import check_haystack
 from longstraw.data.jsonl import JsonlTask, check_jsonl
+from longstraw.data.made import MadeTask
 from longstraw.data.needle import NeedleTask, check_room
 from longstraw.data.task import DataError, Task
 from longstraw.data.tokenizer import ByteTokenizer, find_tokenizer, load_tokenizer
@@ -30,9 +31,9 @@ def check_data(config: RunConfig) -> None:
     tokenizer = ByteTokenizer() if folder is None else None
     if isinstance(data, JsonlConfig):
         check_jsonl(config, data, tokenizer)
-    elif isinstance(data, NeedleConfig):
+    elif isinstance(data, NeedleConfig | MadeConfig):
         check_haystack(data.haystack)
-        if tokenizer is not None:
+        if isinstance(data, NeedleConfig) and tokenizer is not None:
             check_room(config, tokenizer)
 
 
@@ -48,4 +49,6 @@ def build_task(config: RunConfig) -> Task:
         return JsonlTask(config, data, tokenizer)
     if isinstance(data, NeedleConfig):
         return NeedleTask(config, data, tokenizer)
-    raise DataError(f"data={data.name!r} is none of needle, jsonl")
+    if isinstance(data, MadeConfig):
+        return MadeTask(config, data, tokenizer)
+    raise DataError(f"data={data.name!r} is none of {', '.join(DATA)}")

@@ -33,6 +33,8 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]: ...
 
+    def chat_parts(self) -> tuple[str, str] | None: ...
+
 
 class ByteTokenizer:
     """Take the bytes of UTF-8 text as tokens."""
@@ -53,6 +55,9 @@ class ByteTokenizer:
             "chat messages need a tokenizer with a chat template, and this run takes bytes as tokens; give the prompt "
             "as text or token ids, or set model.checkpoint or data.tokenizer to a folder with a tokenizer"
         )
+
+    def chat_parts(self) -> None:
+        """Return None: bytes have no chat template."""
 
 
 class CheckpointTokenizer:
@@ -94,6 +99,18 @@ class CheckpointTokenizer:
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         check_text(str(text), "the conversation")
         return self.encode(str(text))
+
+    def chat_parts(self) -> tuple[str, str] | None:
+        """Return what the chat template writes before and after a user's one message; None without a template."""
+        if not self._tokenizer.chat_template:
+            return None
+        mark = "LONGSTRAW-CONTENT"
+        messages = [{"role": "user", "content": mark}]
+        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        before, found, after = text.partition(mark)
+        if not found:
+            raise DataError(f"the chat template of {self.name} leaves out the user's message")
+        return before, after
 
 
 def check_text(text: str, where: str) -> None:

@@ -43,6 +43,8 @@ def _single_rank_placement(config: RunConfig, placement: Placement) -> Placement
     if process_info().world_size > 1:
         raise ConfigError(f"mode={config.mode} is one process, whatever the ranks: start it without torchrun or srun")
     resolve_dims(config.model, config.hardware)
+    if config.rollout == "sample":
+        raise ConfigError(f"{placement.why}, and rollout=sample cannot be simulated; {NEEDS_NONE} with rollout=given")
     if config.mode == "auto":
         return Placement("simulate", "local", placement.why)
     if config.mode == "simulate":

@@ -15,6 +15,9 @@ from longstraw.layers.flops import weight_flops
 from longstraw.layers.norm import GatedRMSNorm
 from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.ops import Ops
+from longstraw.ops.conv.step import causal_conv_step
+from longstraw.ops.delta.step import gated_delta_step
+from longstraw.ops.past import BranchPast
 from longstraw.state import DEFAULT_STORAGE, Carried, Past, RowStorage, Tensors
 
 
@@ -67,14 +70,17 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, past: Past) -> tuple[Tensor, Tensors]:
         """Return the output [T, d] of ``x`` [T, d] and the state after these positions.
 
-        Between the two exchanges this process has every position of the chunk, for its own heads.
+        Between the two exchanges this process has every position of the chunk, for its own heads. Of branches
+        it has one position each, [n, d], and a state each, [n, B, K, V] and [n, W-1, C].
         """
+        one = isinstance(past, BranchPast)
+        convolve, scan = (causal_conv_step, gated_delta_step) if one else (self.ops.conv, self.ops.delta)
         context, chunk = self.ops.context, past.chunk
         projected = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         mixed, beta, step = context.to_heads(projected, [self.channels, self.scalars, self.scalars], chunk)
         del projected  # without a graph this frees them
         weight = context.own_heads(self.conv1d.weight.squeeze(1), self.channels)
-        mixed, tail = self.ops.conv(mixed, weight, past["tail"])
+        mixed, tail = convolve(mixed, weight, past["tail"])
         widths = [context.share(width) for width in self.widths]
         q, k, v = (
             part.unflatten(-1, (-1, width))
@@ -83,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         inner = past["recurrent"].dtype
         rate, bias = (context.own_heads(x, self.scalars).to(inner) for x in (self.A_log, self.dt_bias))
         decay = -rate.exp() * F.softplus(step.to(inner) + bias)
-        out, recurrent = self.ops.delta(q, k, v, decay, beta.sigmoid(), past["recurrent"])
+        out, recurrent = scan(q, k, v, decay, beta.sigmoid(), past["recurrent"])
         del mixed, q, k, v, decay, beta, step
         out = context.to_positions(out, chunk)
         out = self.norm(out, self.in_proj_z(x).unflatten(-1, (self.value_heads, -1)))

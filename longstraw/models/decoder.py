@@ -19,6 +19,7 @@ from longstraw.layers.lora_weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
 from longstraw.ops.host_offload import Staging
+from longstraw.ops.logprob import all_logits
 from longstraw.state import DEFAULT_STORAGE, Past, RetainedState, RowStorage, Tensors
 
 
@@ -173,9 +174,18 @@ class Decoder(nn.Module):
             updates.append(update)
         return None if state_only else self.model.norm(x), updates
 
-    def logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [t, d]."""
+    def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return log-probability [T] of ``targets`` [T] and entropy [T] after ``hidden`` [t, d].
+
+        Both are of the tempered distribution, softmax(logits / ``temperature``).
+        """
+        if temperature != 1:
+            hidden = hidden / temperature  # the head is linear
         return self.ops.context.logprob(hidden, effective_weight(self.lm_head), targets, self.split(len(targets)))
+
+    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """Return the logits [t, V] after ``hidden`` [t, d] over ``temperature``, in at least float32."""
+        return all_logits(hidden if temperature == 1 else hidden / temperature, effective_weight(self.lm_head))
 
     def flops(self, start: int, end: int, state_only: bool = False) -> int:
         """Return the operations of all blocks for positions [start, end) on all before them, two a multiply-add.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -56,3 +56,51 @@ class Past:
 
     def grad(self, name: str) -> Rows | None:
         return self._grads.get(name)
+
+
+class BranchPast(Past):
+    """The past of n branches of one prompt, each of which evaluates one position: all of them the same one.
+
+    Retained rows are the prompt's: shared by all branches, never written. A branch's own rows are in buffers
+    [n, ..., room, D] allocated once. A layer without rows keeps a summary [n, ...], a branch's own from the start.
+    ``positions`` are the retained ones, ``added`` those that every branch has evaluated since.
+    """
+
+    __slots__ = ("_count", "_own", "added")
+
+    def __init__(self, positions: int, tensors: Mapping[str, Rows], own: Mapping[str, Tensor], count: int):
+        super().__init__(positions, tensors)
+        self.added, self._count, self._own = 0, count, own
+
+    def new_positions(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), self.positions + self.added, device=device)
+
+    def append(self, name: str, rows: Tensor) -> Tensor:
+        """Write ``rows`` [n, ..., D] of the position under evaluation; return all own rows [n, ..., added + 1, D]."""
+        own = self.buffer(name)
+        own[..., self.added, :] = rows
+        return own[..., : self.added + 1, :]
+
+    def buffer(self, name: str) -> Tensor:
+        """Return the buffer [n, ..., room, D] of the branches' own rows, of which ``append`` has filled the first."""
+        return self._own[name][: self._count]
+
+    def advance(self, update: Mapping[str, Tensor]) -> None:
+        """Go on to the next position; ``update`` is what the layer returned for this one. Own rows are written."""
+        self.added += 1
+        if not self._own:
+            self._tensors = update
+
+    def keep(self, branches: list[int]) -> None:
+        """Drop all branches but these, given in rising order; what is kept moves up within its buffers."""
+        for own in self._own.values():
+            for to, branch in enumerate(branches):
+                if to != branch:
+                    own[to, ..., : self.added, :] = own[branch, ..., : self.added, :]
+        if not self._own:
+            self._tensors = {name: self[name][branches] for name in self._tensors}
+        self._count = len(branches)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of own rows with their kind of memory."""
+        yield from (("retained", own) for own in self._own.values())

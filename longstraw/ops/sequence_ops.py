@@ -14,18 +14,22 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional as F
 
+from longstraw.ops import branches
 from longstraw.ops.attention import AttentionParts, attend
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.latent import LatentOps, attend_rows
 from longstraw.ops.logprob import TokenLogits, token_logprobs
 from longstraw.ops.moe import MoeOps, mix_experts
-from longstraw.ops.past import Past
+from longstraw.ops.past import BranchPast, Past
 
 Sections = Sequence[tuple[int, int]]  # (heads, width) of what stands side by side in the last dimension
 
 
 class Context(Protocol):
-    """The operations that join positions; t of a chunk's positions are here."""
+    """The operations that join positions; t of a chunk's positions are here.
+
+    Where ``past`` is a ``BranchPast``, one position of each of t branches stands where t positions do otherwise.
+    """
 
     def share(self, size: int) -> int:
         """Return how many of ``size`` heads or channels are this process's own."""
@@ -76,6 +80,8 @@ class Local:
         return F.embedding(tokens, weight)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
+        if isinstance(past, BranchPast):
+            return branches.attend(q, k, v, past, scale=scale, parts=self._attention)
         return attend(q, k, v, past.pair("key", "value"), scale=scale, parts=self._attention)
 
     def to_heads(
@@ -90,9 +96,13 @@ class Local:
         return weight
 
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
+        if isinstance(past, BranchPast):
+            return branches.select_rows(self._latent, q, weights, key, past, (count, scale))
         return self._latent.select_rows(q, weights, past.rows("index_key"), key, count, scale=scale)
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
+        if isinstance(past, BranchPast):
+            return branches.attend_rows(q, new, rows, past, scale=scale, ops=self._latent)
         return attend_rows(q, new, rows, past.pair("latent", "rope_key"), scale=scale, ops=self._latent)[0]
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

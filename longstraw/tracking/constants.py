@@ -15,7 +15,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
     ``mode`` is null while it is still ``auto``. What is predicted is the job's largest step, null where it has not been
     counted; a step's own row says what was predicted of that step.
     """
-    largest = known(config)
+    largest = known(config) if config.rollout == "given" else None
     return {
         "claim": config.claim,
         "mode": None if config.mode == "auto" else config.mode,
@@ -42,6 +42,8 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad": config.prompt_grad,
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
+        "rollout": config.rollout,
+        "temperature": config.temperature,
         "steps": config.steps,
         "predicted_peak_bytes": largest and largest.peak,
         "predicted_bytes_by_kind": largest and largest.by_kind,

@@ -90,8 +90,15 @@ KEYS = _keys("""
     prefilled_positions            int    evaluated without autograd to build the state
     replayed_positions             int    evaluated with autograd, over all responses
     scored_positions               int    evaluated without a graph for old or reference log-probabilities
+    sampled_positions              int    tokens drawn, those of groups that were drawn again included
     recomputed_positions           int    prompt positions evaluated again by the prompt backward
     recompute_difference           float  largest difference of a state evaluated again from the one retained
+    rollout                        str    given or sample: where responses come from
+    temperature                    float  the policy is softmax(logits / temperature)
+    resampled                      int    draws before this group's, dropped for their equal rewards
+    truncated_fraction             float  drawn responses that no stop token ended; null: there is none
+    response_length_mean           float  tokens
+    tokens_per_second              float  drawn, over the seconds of the verb sample
     chunk                          int    prompt positions evaluated at a time, over all ranks
     prompt_grad                    str    detached or exact
     prompt_grad_window             int    prompt positions the gradient goes back through; null: all of them

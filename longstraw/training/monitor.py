@@ -16,8 +16,7 @@ from longstraw.memory.meter import NO_VERB, MemoryMeter
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Stop
 from longstraw.runtime.whole_files import write_whole
-from longstraw.state import RetainedState
-from longstraw.step import Observer
+from longstraw.step import Holder, Observer
 
 PROGRESS_SECONDS = 0.5  # between two writes of the progress file
 
@@ -180,7 +179,7 @@ class Monitor(Observer):
         self.progress.advance(positions)
         self.stop.check()  # between two chunks or branches
 
-    def holds(self, states: Sequence[RetainedState]) -> None:
+    def holds(self, states: Sequence[Holder]) -> None:
         for state in states:
             for kind, tensor in state.held():
                 self.meter.tag(kind, tensor)

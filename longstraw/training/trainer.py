@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
+from longstraw.data.task import DataError, PromptTask
 from longstraw.grpo import Group, advantages, branch_losses
 from longstraw.memory.estimate import known
 from longstraw.models import build_model, load_model
@@ -27,14 +28,18 @@ from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
+from longstraw.rollout.group import Rollout, draw_group
 from longstraw.step import (
     PreparedGroup,
+    Retained,
     StepOptions,
     StepResult,
     check_group,
     finish_step,
+    prefill,
     prepare_group,
     score_fresh,
+    skip_step,
 )
 from longstraw.training.flops import step_flops
 from longstraw.training.monitor import Monitor
@@ -56,6 +61,13 @@ class SharedPrompt:
 
     prepared: PreparedGroup
     age: int = 0
+    rollout: Rollout | None = None  # how the group was drawn, if it was
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the loss can have a gradient: not so for a drawn group of equal rewards without a KL term."""
+        equal = min(self.group.rewards) == max(self.group.rewards)
+        return self.rollout is None or not equal or self.prepared.reference_logprobs is not None
 
     @property
     def group(self) -> Group:
@@ -63,7 +75,7 @@ class SharedPrompt:
 
     def older(self) -> SharedPrompt:
         """Return what the next step has of it: nothing is evaluated for it again."""
-        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.age + 1)
+        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.age + 1, self.rollout)
 
 
 @dataclass
@@ -90,6 +102,7 @@ class Trainer:
             config.algorithm,
             config.response_length,
             config.state,
+            config.temperature,
         )
 
     def step(self, step: int) -> dict[str, Any]:
@@ -98,14 +111,17 @@ class Trainer:
         begun = time.perf_counter()
         optimizer_held = bool(self.optimizer.state())  # made by the first step's update
         shared = self._prompt(step)
-        result = finish_step(self.model, shared.prepared, self.options, observer=self.watch)
+        if shared.teaches:
+            result = finish_step(self.model, shared.prepared, self.options, observer=self.watch)
+        else:
+            result = skip_step(shared.prepared)
         if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
             self.shared = None
         seconds = time.perf_counter() - begun
         with self.watch.aside():
-            drift = self._drift(shared, result)
+            drift = self._drift(shared, result) if shared.teaches else {}
         begun = time.perf_counter()
-        norm = self._update(result.loss)
+        norm = self._update(result.loss) if shared.teaches else 0.0
         seconds += time.perf_counter() - begun
         self.watch.peaks.collect()
         row = {**self._measured(shared, result, optimizer_held), **self.loss_metrics(shared, result), **drift}
@@ -121,8 +137,10 @@ class Trainer:
             self.shared = self.shared.older()
             return self.shared
         self.shared = None  # the old prompt's state is gone before the new one's is made
-        algorithm = self.config.algorithm
-        group = self.task.group(self._groups_before(step))
+        algorithm, retained, rollout = self.config.algorithm, None, None
+        if self.config.rollout == "sample":
+            rollout, retained = self._sample(step)
+        group = self.task.group(self._groups_before(step)) if rollout is None else rollout.group
         check_group(group, self.model, algorithm, has_reference=True)
         group = group.to(self.model.lm_head.weight.device)
         self.watch.meter.tag("inputs", group.prompt)
@@ -131,13 +149,38 @@ class Trainer:
         if algorithm.kl_coef:
             with nullcontext() if self.reference is not None else adapters_off(self.model):
                 reference = self._score_fresh(self.reference or self.model, group)
-        prepared = prepare_group(self.model, group, self.options, reference_logprobs=reference, observer=self.watch)
-        self.shared = SharedPrompt(prepared)
+        prepared = prepare_group(
+            self.model, group, self.options, reference_logprobs=reference, retained=retained, observer=self.watch
+        )
+        self.shared = SharedPrompt(prepared, rollout=rollout)
         return self.shared
+
+    def _sample(self, step: int) -> tuple[Rollout, Retained]:
+        """Evaluate this step's prompt, and draw and reward its responses: the same ones whenever it is taken."""
+        if not isinstance(self.task, PromptTask):
+            raise DataError(f"data={self.config.data.name} gives no reward for drawn responses; use rollout=given")
+        options = self.options
+        example = self.task.example(step // self.config.refresh_every)
+        prompt = torch.from_numpy(example.prompt).to(self.model.lm_head.weight.device)
+        self.watch.meter.tag("inputs", prompt)
+        grad_from = options.grad_from(prompt)
+        retained = prefill(
+            self.model, prompt, chunk=options.chunk, grad_from=grad_from, state=options.state, observer=self.watch
+        )
+        policy = (self.model, retained)
+        return draw_group(policy, self.task, example, step, self.config, observer=self.watch), retained
 
     def _score_fresh(self, model: Decoder, group: Group) -> list[Tensor]:
         """Return the log-probabilities of a group's responses on a prompt that is evaluated for them alone."""
-        return score_fresh(model, group, chunk=self.options.chunk, state=self.options.state, observer=self.watch)
+        options = self.options
+        return score_fresh(
+            model,
+            group,
+            chunk=options.chunk,
+            state=options.state,
+            temperature=options.temperature,
+            observer=self.watch,
+        )
 
     def _groups_before(self, step: int) -> int:
         """Return the number that this rank's task knows its group by: prompts side by side take one each."""
@@ -197,13 +240,15 @@ class Trainer:
         by_kind = self.watch.meter.bytes_by_kind()
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
         fresh = shared.age == 0
-        prediction = known(
-            self.config,
-            prompt_positions=prompt_positions,
-            response_positions=longest,
-            optimizer_held=optimizer_held,
-            prefilled=fresh,
-        )
+        prediction = None
+        if shared.rollout is None:  # drawing has no count yet
+            prediction = known(
+                self.config,
+                prompt_positions=prompt_positions,
+                response_positions=longest,
+                optimizer_held=optimizer_held,
+                prefilled=fresh,
+            )
         flops = step_flops(
             self.model,
             self.config,
@@ -238,8 +283,22 @@ class Trainer:
             "host_bytes": peaks.host,
             "bytes_sent_by_collective": self.watch.traffic and self.watch.traffic.by_collective(),
             "seconds_by_verb": dict(self.watch.seconds),
-            "flops": flops if self.config.adapter.name == "none" else None,
+            "flops": flops if self.config.adapter.name == "none" and shared.rollout is None else None,
             "recompute_difference": result.recompute_difference,
+            "response_length_mean": statistics.fmean(responses),
+            **self._sampled(shared),
+        }
+
+    def _sampled(self, shared: SharedPrompt) -> dict[str, Any]:
+        """Return what the record says of drawing, in the step that drew."""
+        rollout = shared.rollout
+        if rollout is None or shared.age:
+            return {"sampled_positions": 0}
+        return {
+            "sampled_positions": rollout.sampled_positions,
+            "resampled": rollout.resampled,
+            "truncated_fraction": rollout.truncated_fraction,
+            "tokens_per_second": rollout.sampled_positions / self.watch.seconds["sample"],
         }
 
     def loss_metrics(self, shared: SharedPrompt, result: StepResult) -> dict[str, Any]:

@@ -71,9 +71,14 @@ def test_sizes_follow_the_model_unless_typed():
 
 def test_the_algorithms_differ_where_they_should():
     grpo, dr_grpo, gspo = (composed(f"algorithm={name}").algorithm for name in ("grpo", "dr_grpo", "gspo"))
-    assert grpo.scale_rewards
-    assert (dr_grpo.scale_rewards, dr_grpo.normalize) == (False, "constant")
+    assert grpo.scale_rewards == "group"
+    assert (dr_grpo.scale_rewards, dr_grpo.normalize) == ("none", "constant")
     assert (gspo.importance, grpo.importance) == ("sequence", "token")
+    dapo, cispo, rloo = (composed(f"algorithm={name}").algorithm for name in ("dapo", "cispo", "rloo"))
+    assert (dapo.clip_low, dapo.clip_high, dapo.normalize) == (0.2, 0.28, "step")
+    assert (cispo.loss, cispo.clip_low, cispo.clip_high) == ("cispo", 1.0, 4.0)
+    assert (rloo.scale_rewards, rloo.baseline, rloo.importance) == ("none", "others", "product")
+    assert composed("algorithm.scale_rewards=false").algorithm.scale_rewards == "none"
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ SAME = (
 )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return transformers' model of the tiny configuration and ours, read from what it saved."""
+def hf_model():
+    """Return transformers' float32 model of the tiny configuration with large weights."""
     config = load_model_config("qwen3_6_tiny")
-    theirs = transformers.Qwen3_5ForCausalLM(
+    model = transformers.Qwen3_5ForCausalLM(
         transformers.Qwen3_5TextConfig(
             **{name: getattr(config, name) for name in SAME},
             rope_parameters={
@@ -36,7 +35,14 @@ def models(tmp_path_factory):
             tie_word_embeddings=False,
         )
     ).float()
-    enlarge(theirs.named_parameters())
+    enlarge(model.named_parameters())
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return transformers' model of the tiny configuration and ours, read from what it saved."""
+    theirs = hf_model()
     folder = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(folder)
     return theirs, load_model(folder, dtype="float32"), folder

@@ -7,8 +7,18 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from longstraw.config import AlgorithmConfig
-from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
+from longstraw.config import AlgorithmConfig, ConfigError
+from longstraw.grpo import (
+    BranchTerms,
+    Group,
+    advantages,
+    branch_loss,
+    branch_losses,
+    correction_weights,
+    denominators,
+    mask_truncated,
+    overlong_penalty,
+)
 
 GRPO = AlgorithmConfig()
 ALGORITHMS = [
@@ -238,3 +248,67 @@ def test_inner_precision_is_at_least_float32(given_dtype, inner):
     branch, grad = loss_and_grad([-1.0, -2.0], dtype=given_dtype, old_logprobs=torch.tensor([-1.0, -2.0]).double())
     assert branch.loss.dtype == inner
     assert grad.dtype == given_dtype
+
+
+# ---- corrections, truncation
+
+
+@pytest.mark.parametrize(("shift", "weight"), [(0.009, 1.0), (-0.009, 1.0), (0.011, 0.0), (-0.011, 0.0)])
+def test_the_geometric_mask_is_of_the_mean_log_ratio(shift, weight):
+    old, keep = torch.tensor([-1.0, -2.0, -3.0, -4.0]).double(), torch.tensor([True, True, True, False])
+    uneven = torch.tensor([3.0, -2.0, -1.0, math.nan]).double()  # the mean is 0, no ratio is near 1
+    algorithm = replace(GRPO, correction="geometric_mask", old_logprobs="score")
+    assert correction_weights(old, old - shift - uneven, keep, algorithm).tolist() == [weight] * 4
+
+
+def test_a_correction_without_the_samplers_logprobs_is_refused():
+    algorithm = replace(GRPO, correction="icepop", old_logprobs="score")
+    with pytest.raises(ValueError, match=r"correction=icepop needs the log-probabilities of the sampler"):
+        loss_and_grad([-1.0], algorithm=algorithm)
+    group = Group([1], [[1], [2]], [1, 0], id="a")
+    with pytest.raises(ValueError, match=r"group 'a' has no log-probabilities of its sampler"):
+        next(branch_losses(group, algorithm, 4, None, None, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("length", range(0, 140, 7))
+def test_the_overlong_penalty_is_equation_13(length):
+    longest, buffer = 100, 40
+    wanted = 0 if length <= 60 else (60 - length) / 40 if length <= 100 else -1
+    assert overlong_penalty(length, longest, buffer) == wanted
+
+
+@pytest.mark.parametrize(("length", "longest", "buffer"), [(1, 10, 0), (1, 10, 11), (-1, 10, 5)])
+def test_an_overlong_penalty_of_no_sense_is_refused(length, longest, buffer):
+    with pytest.raises(ValueError, match="need 0 < buffer <= longest"):
+        overlong_penalty(length, longest, buffer)
+
+
+def test_truncated_responses_leave_the_loss():
+    masks = [torch.tensor([True, False]), torch.tensor([True])]
+    assert [mask.tolist() for mask in mask_truncated(masks, [True, False])] == [[False, False], [True]]
+    assert masks[0].any()
+    with pytest.raises(ValueError, match="1 truncated flags for 2 responses"):
+        mask_truncated(masks, [True])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale_rewards": "bach"}, "did you mean batch"),
+        ({"clip_dual": 1.1}, r"clip_dual=1.1 must be above 1 \+ clip_high=1.2"),
+        ({"clip_dual": 3.0, "loss": "cispo"}, "would not be used"),
+        ({"correction": "icepop"}, "use algorithm.old_logprobs=score"),
+        ({"correction_high": 2.0}, "need a correction"),
+        ({"correction": "icepop", "old_logprobs": "score", "correction_low": math.nan}, "must be at least 0"),
+    ],
+)
+def test_an_algorithm_of_no_sense_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        AlgorithmConfig(**changes)
+
+
+def test_scale_rewards_takes_the_booleans_it_always_took():
+    assert AlgorithmConfig(scale_rewards=True).scale_rewards == "group"
+    assert AlgorithmConfig(scale_rewards=False).scale_rewards == "none"
+    assert advantages([1.0, 0.0, 0.0], True) == advantages([1.0, 0.0, 0.0], "group")
+    assert advantages([1.0, 0.0, 0.0], False) == advantages([1.0, 0.0, 0.0], "none")

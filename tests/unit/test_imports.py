@@ -15,7 +15,7 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
     {"longstraw.grpo", "longstraw.state", "longstraw.memory", "longstraw.runtime", "longstraw.tracking"},
     {"longstraw.layers", "longstraw.data"},
     {"longstraw.models"},
-    {"longstraw.step", "longstraw.parallel", "longstraw.selfcheck", "longstraw.fetch"},
+    {"longstraw.step", "longstraw.rollout", "longstraw.parallel", "longstraw.selfcheck", "longstraw.fetch"},
     {"longstraw.memory.estimate"},
     {
         "longstraw.tracking.constants",
@@ -264,4 +264,4 @@ def test_names_of_the_library_are_offered():
         "longstraw.grpo_stepp",
     )
     assert done.returncode != 0
-    assert "it offers Group, build_model, grpo_step, load_model, prefill" in done.stderr
+    assert "it offers Group, build_model, grpo_step, load_model, prefill, sample" in done.stderr

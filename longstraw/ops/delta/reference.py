@@ -77,7 +77,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
         x = x.unflatten(0, (-1, size)).unflatten(2, (key_heads, -1))
         return x.movedim(1, at)
 
-    q, k, v, g, beta = chunks(_normalise(q), 3), chunks(_normalise(k), 3), chunks(v, 3), chunks(g, 3), chunks(beta, 3)
+    q, k, v, g, beta = chunks(normalise(q), 3), chunks(normalise(k), 3), chunks(v, 3), chunks(g, 3), chunks(beta, 3)
     q = q * width**-0.5
     total = g.cumsum(-1)  # log decay from the chunk's start
     after = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
@@ -110,7 +110,8 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return result.to(dtype), state.flatten(0, 1)
 
 
-def _normalise(x: Tensor) -> Tensor:
+def normalise(x: Tensor) -> Tensor:
+    """Return queries or keys ``x`` [..., K] of length 1, in at least float32."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
@@ -118,7 +119,7 @@ def _normalise(x: Tensor) -> Tensor:
 def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same, one position after the other by the formula above: the oracle of tests."""
     repeats = v.shape[1] // k.shape[1]
-    q, k = (_normalise(x).repeat_interleave(repeats, 1) for x in (q, k))
+    q, k = (normalise(x).repeat_interleave(repeats, 1) for x in (q, k))
     out = []
     for t in range(len(v)):
         state = state * g[t].exp()[:, None, None]

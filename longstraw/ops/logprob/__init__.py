@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from longstraw.ops.logprob import fused, reference
@@ -29,3 +30,12 @@ def token_logprobs(
     """
     logit, lse, mean = logits(hidden, weight, targets)
     return logit - lse, lse - mean
+
+
+def all_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return all logits [T, V] of ``hidden`` [T, d] and ``weight`` [V, d], in at least float32. For few positions."""
+    inner = torch.promote_types(hidden.dtype, torch.float32)
+    x = hidden.to(inner)
+    if weight.dtype == inner:
+        return x @ weight.T
+    return torch.cat([x @ rows.to(inner).T for rows in weight.split(reference.VOCABULARY_TILE)], -1)

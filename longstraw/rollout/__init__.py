@@ -1,0 +1,1 @@
+"""Where the responses of a group come from."""

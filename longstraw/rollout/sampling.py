@@ -1,0 +1,194 @@
+"""Responses drawn from a retained prompt: several branches in lockstep, without a second prefill.
+
+Each token costs one evaluation of one position a branch. The prompt's state is shared and never written; what a branch
+adds is dropped with it. Nothing here knows a layer: layers know branches by their past (``ops.past.BranchPast``).
+
+n branches, R response positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longstraw.models.decoder import Decoder
+from longstraw.ops.sequence_ops import Local
+from longstraw.step import Observer, Retained
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Of the tempered distribution softmax(logits / temperature), ``top_k`` keeps the k most likely tokens, then ``top_p``
+    the most likely ones that together reach p, then ``min_p`` those at least so likely, relative to the likeliest. What
+    is kept is drawn from. The defaults keep every token. Temperature 0 takes the likeliest token.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop: tuple[int, ...] = ()  # tokens that end a response, as its last token
+    batch: int | None = None  # branches at a time, all of the same prompt; None: all
+
+    def __post_init__(self) -> None:
+        for name, value, valid in (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf")),
+            ("top_p", self.top_p, 0 < self.top_p <= 1),
+            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1),
+            ("batch", self.batch, self.batch is None or self.batch >= 1),
+        ):
+            if not valid:
+                raise ValueError(
+                    f"{name}={value}: max_new_tokens, top_k and batch are 1 or more, temperature is 0 (the likeliest "
+                    "token) or more, top_p is above 0 and at most 1, min_p from 0 to 1"
+                )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token can be drawn, so that log-probabilities are those of the distribution drawn from."""
+        return self.temperature > 0 and self.top_p == 1 and self.top_k is None and self.min_p == 0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Drawn responses, on the host."""
+
+    responses: list[Tensor]  # [R] each, the stop token included
+    logprobs: list[Tensor]  # [R] each, under softmax(logits / temperature); at temperature 0, under softmax(logits)
+    ended: list[bool]  # by a stop token; the others are as long as allowed
+
+
+def sample(
+    model: Decoder,
+    retained: Retained,
+    n: int = 8,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+    stop: Sequence[int] = (),
+    seeds: Sequence[int] | None = None,
+    batch: int | None = None,
+) -> Samples:
+    """Draw ``n`` responses to a retained prompt; see ``Sampling`` for how.
+
+    ``seeds`` are one a response, 0 to n - 1 by default: a response depends on its own seed only, up to rounding, not on
+    how many are drawn beside it. Memory grows by the rows of ``batch`` branches (None: all) of ``max_new_tokens``.
+    """
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, tuple(stop), batch)
+    seeds = range(n) if seeds is None else seeds
+    if len(seeds) != n or n < 1:
+        raise ValueError(f"{len(seeds)} seeds for n={n} responses; give one a response, and draw at least one")
+    return draw(model, retained, seeds, sampling)
+
+
+@torch.no_grad()
+def draw(
+    model: Decoder, retained: Retained, seeds: Sequence[int], sampling: Sampling, *, observer: Observer | None = None
+) -> Samples:
+    """Draw a response for each of ``seeds``; ``observer`` is called with what is done."""
+    observer = observer or Observer()
+    retained.check()
+    if not isinstance(model.ops.context, Local):
+        raise ValueError("responses are drawn in one process so far; this model is spread over several ranks")
+    size = sampling.batch or len(seeds)
+    found = Samples([], [], [])
+    with observer.verb("sample", len(seeds) * sampling.max_new_tokens):
+        for start in range(0, len(seeds), size):
+            part = _draw_together(model, retained, seeds[start : start + size], sampling, observer)
+            found.responses.extend(part.responses)
+            found.logprobs.extend(part.logprobs)
+            found.ended.extend(part.ended)
+    return found
+
+
+def _draw_together(
+    model: Decoder, retained: Retained, seeds: Sequence[int], sampling: Sampling, observer: Observer
+) -> Samples:
+    """Draw for all ``seeds`` in lockstep. A branch that has ended is dropped and costs nothing more."""
+    device, room, temperature = retained.prompt.device, sampling.max_new_tokens, sampling.temperature or 1.0
+    pasts = [state.branch(len(seeds), room) for state in retained.states]
+    observer.holds(pasts)
+    uniforms = _uniforms(seeds, room).to(device)
+    stop = torch.tensor(sampling.stop, dtype=torch.long, device=device)
+    tokens = retained.prompt[-1:].expand(len(seeds))
+    alive = torch.arange(len(seeds), device=device)  # the branches that have not ended
+    lengths = torch.full((len(seeds),), room)
+    drawn: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    for at in range(room):
+        hidden, updates = model(tokens, pasts)
+        assert hidden is not None
+        for past, update in zip(pasts, updates, strict=True):
+            past.advance(update)
+        tokens, lp = draw_tokens(model.logits(hidden, temperature), uniforms[alive, at], sampling)
+        drawn.append(torch.zeros_like(lengths, device=device).index_put_((alive,), tokens))
+        logprobs.append(lp.new_zeros(len(seeds)).index_put_((alive,), lp))
+        observer.advance(len(alive))
+        if not sampling.stop:
+            continue
+        ends = torch.isin(tokens, stop)
+        going = (~ends).nonzero().squeeze(-1).tolist()
+        if len(going) == len(alive):
+            continue
+        lengths[alive[ends].cpu()] = at + 1
+        alive, tokens = alive[going], tokens[going]
+        if not going:
+            break
+        for past in pasts:
+            past.keep(going)
+    counts, ended = lengths.tolist(), [True] * len(seeds)
+    for branch in alive.tolist():
+        ended[branch] = False
+    rows = (torch.stack(parts, 1).cpu() for parts in (drawn, logprobs))
+    responses, scores = ([row[:count].clone() for row, count in zip(x, counts, strict=True)] for x in rows)
+    return Samples(responses, scores, ended)
+
+
+def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """Return ``count`` numbers in [0, 1) for each of ``seeds``, float64 [n, count]: the same on every device."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator) for generator in generators])
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return a token [n] for each line of tempered ``logits`` [n, V], and its log-probability [n] over all of them.
+
+    The token is where the kept probabilities, added in the vocabulary's order, pass ``uniforms`` [n] of their sum.
+    """
+    logprobs = logits.log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        total = _kept(logprobs.double().exp(), sampling).cumsum(-1)
+        highest = total[:, -1:]
+        target = torch.minimum(uniforms.unsqueeze(-1) * highest, torch.nextafter(highest, torch.zeros_like(highest)))
+        tokens = torch.searchsorted(total, target, right=True).squeeze(-1)
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # NaN is above every sum; the loss will say so
+    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
+    """Return ``probabilities`` [n, V] with 0 for what ``sampling`` does not keep; what is kept need not sum to 1."""
+    kept = probabilities
+    if sampling.top_k is not None and sampling.top_k < kept.shape[-1]:
+        least = kept.topk(sampling.top_k, -1).values[:, -1:]
+        kept = torch.where(kept < least, 0, kept)
+    if sampling.top_p < 1:
+        ordered, places = kept.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # what likelier tokens reach
+        ordered = torch.where(before >= sampling.top_p * ordered.sum(-1, keepdim=True), 0, ordered)
+        kept = torch.zeros_like(kept).scatter_(-1, places, ordered)
+    if sampling.min_p > 0:
+        kept = torch.where(kept < sampling.min_p * kept.amax(-1, keepdim=True), 0, kept)
+    return kept
