@@ -302,8 +302,8 @@ class Trainer:
         }
 
     def loss_metrics(self, shared: SharedPrompt, result: StepResult) -> dict[str, Any]:
-        rewards = shared.group.rewards
-        distances = advantages(rewards, self.config.algorithm.scale_rewards)
+        rewards, algorithm = shared.group.rewards, self.config.algorithm
+        distances = advantages(rewards, algorithm.scale_rewards, baseline=algorithm.baseline)
         return {
             "loss": read_scalar(result.loss, 0.0),
             "reward_mean": statistics.fmean(rewards),
