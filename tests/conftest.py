@@ -13,10 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 class PlainOracle:
     """Import transformers' Qwen3.5 as if fla were not there: where it is, the class runs its kernels, on CPUs too."""
 
-    NAME = "transformers.models.qwen3_5.modeling_qwen3_5"
+    NAMES = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe"))
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.NAME:
+        if name not in self.NAMES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         run = spec.loader.exec_module

@@ -47,6 +47,13 @@ def enlarge(named_parameters, seed=0):
             parameter.normal_(0, 0.1, generator=generator)
 
 
+def moe_model(seed=0, dtype=F64, **overrides):
+    """Return Qwen3.6's tiny mixture of experts with large weights, delta and full layers in turn."""
+    model = build_model("qwen3_6_moe_tiny", seed=seed, dtype=dtype, **{"full_attention_interval": 2} | overrides)
+    enlarge(model.named_parameters(), seed)
+    return model
+
+
 def make_group(model, positions, lengths, *, seed=0, masked=False, noise=0.3):
     """Return a group with a prompt of ``positions`` tokens and a response of each length.
 

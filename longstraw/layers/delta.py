@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstraw.config import inner_chunk
-from longstraw.config.architectures import Qwen36Config
+from longstraw.config.architectures.qwen3_6 import HybridConfig
 from longstraw.layers.flops import weight_flops
 from longstraw.layers.norm import GatedRMSNorm
 from longstraw.layers.op_cases import Case, Draw, differentiated
@@ -32,7 +32,7 @@ class DepthwiseWeight(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention with a recurrent state; retains ``recurrent`` [B, K, V] and ``tail`` [W-1, C]."""
 
-    def __init__(self, config: Qwen36Config, ops: Ops):
+    def __init__(self, config: HybridConfig, ops: Ops):
         super().__init__()
         self.ops = ops
         self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads

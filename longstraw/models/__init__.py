@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
 from longstraw.layers.cpu_linear import widen
-from longstraw.models import glm_5_2, llama, qwen3_6
+from longstraw.models import glm_5_2, llama, qwen3_6, qwen3_6_moe
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import load_weights
 from longstraw.ops import choose_ops
 
-_FAMILIES: dict[str, Any] = {"qwen3_6": qwen3_6, "glm_5_2": glm_5_2, "llama": llama}  # build and initialise
+_FAMILIES: dict[str, Any] = {  # each has build and initialise
+    "qwen3_6": qwen3_6,
+    "qwen3_6_moe": qwen3_6_moe,
+    "glm_5_2": glm_5_2,
+    "llama": llama,
+}
 
 
 def build_model(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.config import ModelConfig, StateConfig
-from longstraw.layers.feedforward import MixtureOfExperts, SwiGLU
+from longstraw.layers.feedforward import GatedMixture, MixtureOfExperts, SwiGLU
 from longstraw.layers.lora_weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
-    mlp: SwiGLU | MixtureOfExperts
+    mlp: SwiGLU | MixtureOfExperts | GatedMixture
 
     @property
     def mixer(self) -> Mixer:

@@ -11,18 +11,19 @@ import torch
 from torch import nn
 
 from longstraw.config.architectures import Qwen36Config
+from longstraw.config.architectures.qwen3_6 import HybridConfig
 from longstraw.layers.attention import GatedAttention
 from longstraw.layers.delta import DepthwiseWeight, GatedDeltaNet
-from longstraw.layers.feedforward import SwiGLU
+from longstraw.layers.feedforward import GatedMixture, SwiGLU
 from longstraw.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm
 from longstraw.models.decoder import Block, Decoder, Mixer
 from longstraw.ops import Ops
 
 
-class Qwen36Block(Block):
+class HybridBlock(Block):
     """One layer; its mixer is ``linear_attn`` or ``self_attn`` by the layer's type."""
 
-    def __init__(self, config: Qwen36Config, layer_type: str, ops: Ops):
+    def __init__(self, config: HybridConfig, layer_type: str, mlp: SwiGLU | GatedMixture, ops: Ops):
         super().__init__()
         self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         if layer_type == "full_attention":
@@ -30,7 +31,7 @@ class Qwen36Block(Block):
         else:
             self.linear_attn = GatedDeltaNet(config, ops)
         self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = mlp
 
     @property
     def mixer(self) -> Mixer:
@@ -39,7 +40,8 @@ class Qwen36Block(Block):
 
 def build(config: Qwen36Config, ops: Ops) -> Decoder:
     """Return the model with parameters allocated on the current default device but not initialised."""
-    blocks = [Qwen36Block(config, layer_type, ops) for layer_type in config.layer_types]
+    width, inner = config.hidden_size, config.intermediate_size
+    blocks = [HybridBlock(config, kind, SwiGLU(width, inner), ops) for kind in config.layer_types]
     return Decoder(config, ops, blocks, ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps))
 
 

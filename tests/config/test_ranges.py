@@ -34,7 +34,12 @@ def declared(where, name):
     return found
 
 
-BASES = {"qwen3_6": "qwen3_6_tiny", "glm_5_2": "glm_5_2_tiny", "llama": "llama_tiny"}
+BASES = {
+    "qwen3_6": "qwen3_6_tiny",
+    "qwen3_6_moe": "qwen3_6_moe_tiny",
+    "glm_5_2": "glm_5_2_tiny",
+    "llama": "llama_tiny",
+}
 RUN = from_dict(
     {
         "model": to_dict(load_model_config("qwen3_6_tiny")),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from glm_helpers import glm_model
-from helpers import make_group, tiny_model
+from helpers import make_group, moe_model, tiny_model
 from llama_helpers import llama_model
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig
@@ -52,7 +52,7 @@ def request(case, task="parity", **arguments):
 
 def build(case):
     """Return the model of a case, alike in every process."""
-    make = {"qwen": tiny_model, "glm": glm_model, "llama": llama_model}[case.model]
+    make = {"qwen": tiny_model, "qwen moe": moe_model, "glm": glm_model, "llama": llama_model}[case.model]
     model = make(dtype=getattr(torch, case.dtype), **dict(case.options))
     if case.favoured:
         for name, buffer in model.named_buffers():

@@ -27,6 +27,9 @@ TWO = {
     "glm experts on every rank": glm(groups=((130, (3, 5)),), ep=1),
     "glm a rank without tokens for its experts": glm(groups=((130, (3, 5)),), favoured=2),
     "glm adapters": glm(groups=((130, (3, 40)),), adapter=("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")),
+    "qwen moe exact": Case("qwen moe", groups=((130, (33, 5)),)),
+    "qwen moe window, experts on every rank": Case("qwen moe", groups=((130, (3, 5)),), window=64, ep=1),
+    "qwen moe adapters": Case("qwen moe", groups=((67, (3, 5)),), adapter=("q_proj", "in_proj_qkv", "out_proj")),
     "llama exact": Case("llama", groups=((257, (63, 1)),)),
     "llama window, untied": Case(
         "llama", groups=((257, (1, 3)),), window=100, options=(("tie_word_embeddings", False),)
@@ -43,6 +46,7 @@ FOUR = {
     "detached": Case(groups=((257, (63, 1)),), prompt_grad="detached", chunk=128),
     "window": Case(groups=((258, (3, 63)),), window=64),
     "two prompt tokens": Case(groups=((2, (3, 1)),)),
+    "qwen moe prompts side by side": Case("qwen moe", groups=((130, (5, 3)), (67, (3, 1))), dp=2, ep=4),
     "glm exact": Case("glm", groups=((257, (63, 1)),)),
     "glm window, experts on two": glm(groups=((258, (3, 63)),), window=64, ep=2),
     "glm a rank without tokens for its experts": glm(groups=((67, (3, 1)),), favoured=2),
@@ -82,7 +86,7 @@ def test_four_ranks(ranks, name):
     assert distance < BAR, what
 
 
-@pytest.mark.parametrize("model", ["qwen", "glm", "llama"])
+@pytest.mark.parametrize("model", ["qwen", "qwen moe", "glm", "llama"])
 def test_float32(ranks, model):
     """Gloo multiplies no float32 sum by a factor: FSDP must be told to sum."""
     distance, what = furthest(ranks, 2, Case(model, groups=((130, (3, 5)),), dtype="float32"))

@@ -18,7 +18,7 @@ APART = 8 * BLOCK  # numbers that a process makes once, such as the state of a g
 
 CUT = {"num_hidden_layers": 2, "full_attention_interval": 2}
 CUT_GLM = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "index_skip_topk_offset": 2}
-CUTS = {"qwen3_6_tiny": CUT, "glm_5_2_tiny": CUT_GLM, "llama_tiny": {"num_hidden_layers": 2}}
+CUTS = {"qwen3_6_tiny": CUT, "qwen3_6_moe_tiny": CUT, "glm_5_2_tiny": CUT_GLM, "llama_tiny": {"num_hidden_layers": 2}}
 
 
 def job(model, ranks=1, dp=1, **changes):
@@ -53,7 +53,9 @@ def assert_alike(counted, said):
     assert not far
 
 
-@pytest.mark.parametrize("model", ["qwen3_6_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long), "llama_tiny"])
+@pytest.mark.parametrize(
+    "model", ["qwen3_6_tiny", "qwen3_6_moe_tiny", pytest.param("glm_5_2_tiny", marks=pytest.mark.long), "llama_tiny"]
+)
 def test_one_rank_holds_what_is_simulated(model):
     config = job(model)
     assert_alike(count(config), simulated(config))

@@ -113,7 +113,7 @@ def pairs(model, positions):
     return 2 * model.config.num_attention_heads * model.config.head_dim * positions * (positions + 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3_6_tiny", "llama_tiny"])
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "qwen3_6_moe_tiny", "llama_tiny"])
 def test_a_pass_is_what_torch_counts(name):
     """But for the triangular solve and the convolution, which torch does not count, and the CPU's attention."""
     model, positions = build_model(name), 192

@@ -25,7 +25,7 @@ def test_a_published_model_has_its_published_size(name, parameters):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["qwen3_6_tiny", "glm_5_2_tiny", "llama_tiny"])
+@pytest.mark.parametrize("name", ["qwen3_6_tiny", "qwen3_6_moe_tiny", "glm_5_2_tiny", "llama_tiny"])
 def test_a_seed_gives_the_same_weights_in_every_dtype(name):
     single, double, other = (build_model(name, seed=s, dtype=d) for s, d in ((1, None), (1, "float64"), (2, None)))
     assert all(torch.equal(a.double(), b) for a, b in zip(single.parameters(), double.parameters(), strict=True))

@@ -21,6 +21,7 @@ def sizes(model, hardware, **overrides):
         ("qwen3_6_27b", {"nodes": 2, "gpus_per_node": 8}, (1, 16, 1)),
         ("qwen3_6_27b", {"nodes": 4, "gpus_per_node": 8, "dp": 2}, (2, 16, 1)),
         ("glm_5_2_tiny", {"ranks": 4}, (1, 4, 4)),
+        ("qwen3_6_moe_tiny", {"ranks": 4}, (1, 4, 4)),
         ("glm_5_2_tiny", {"ranks": 4, "dp": 2, "ep": 2}, (2, 2, 2)),
         ("glm_5_2_tiny", {"ranks": 3}, (1, 3, 1)),
         ("glm_5_2_tiny", {"ranks": 6}, (1, 6, 2)),

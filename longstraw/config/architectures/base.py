@@ -86,7 +86,6 @@ class ModelConfig:
     dtype: str = "bfloat16"
     vocab_size: int = MISSING
     hidden_size: int = MISSING
-    intermediate_size: int = MISSING
     num_hidden_layers: int = MISSING
     max_position_embeddings: int = number(MISSING, 1, POSITIONS)  # the native length
     rms_norm_eps: float = number(1e-6, 0, 1)

@@ -34,6 +34,7 @@ class Glm52Config(ModelConfig):
     adapter_targets: ClassVar[tuple[str, ...]] = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
     architecture: str = "glm_5_2"
+    intermediate_size: int = MISSING
     rms_norm_eps: float = number(1e-5, 0, 1)
     latent_norm_eps: float | None = number(None, 0, 1)  # None: rms_norm_eps; transformers has 1e-6
     num_attention_heads: int = MISSING

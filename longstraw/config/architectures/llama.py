@@ -39,6 +39,7 @@ class LlamaConfig(ModelConfig):
     )
 
     architecture: str = "llama"
+    intermediate_size: int = MISSING
     num_attention_heads: int = MISSING
     num_key_value_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads

@@ -1,4 +1,7 @@
-"""Configuration of Qwen3.6: sizes, reading and writing its ``config.json``, and the default targets of adapters."""
+"""Configuration of Qwen3.6: sizes, reading and writing its ``config.json``, and the default targets of adapters.
+
+``HybridConfig`` has what the dense models share with those with a mixture of experts (``qwen3_6_moe``).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,9 @@ from longstraw.config.checks import ConfigError, number
 
 
 @dataclass
-class Qwen36Config(ModelConfig):
+class HybridConfig(ModelConfig):
     """The hybrid of Gated DeltaNet and gated full attention: every ``full_attention_interval``-th layer is full."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
     hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
@@ -26,10 +28,8 @@ class Qwen36Config(ModelConfig):
     adapter_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("in_proj_qkv", "in_proj_z", "out_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
     )
 
-    architecture: str = "qwen3_6"
     full_attention_interval: int = 4
     num_attention_heads: int = MISSING
     num_key_value_heads: int = MISSING
@@ -76,5 +76,18 @@ class Qwen36Config(ModelConfig):
             raise ConfigError(f"layer_types must be full_attention in every {every}th, linear_attention else")
 
     def to_hf(self) -> dict[str, Any]:
-        classes = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
-        return {**classes, "attention_bias": False, "layer_types": self.layer_types}
+        return {"attention_bias": False, "layer_types": self.layer_types}
+
+
+@dataclass
+class Qwen36Config(HybridConfig):
+    """The dense models: every layer's feed-forward is a SwiGLU."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
+    adapter_targets: ClassVar[tuple[str, ...]] = (*HybridConfig.adapter_targets, "gate_proj", "up_proj", "down_proj")
+
+    architecture: str = "qwen3_6"
+    intermediate_size: int = MISSING
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"} | super().to_hf()

@@ -43,6 +43,17 @@ def route(logits: Tensor, bias: Tensor, count: int, *, normalise: bool, scale: f
     return chosen, weights * scale
 
 
+def route_softmax(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the experts [T, k] of each token and their weights [T, k], from router ``logits`` [T, E].
+
+    The experts with the largest softmax, of those that tie the first; weights are softmax over its sum over the chosen.
+    """
+    scores = logits.softmax(-1)
+    chosen = scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :count]
+    weights = scores.gather(1, chosen)
+    return chosen, weights / weights.sum(-1, keepdim=True)
+
+
 def mix_experts(
     x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, ops: MoeOps = reference
 ) -> Tensor:
