@@ -177,7 +177,9 @@ def test_what_slurm_would_refuse_is_refused_before_anything_is_submitted(stand_i
 def test_where_one_array_is_refused_none_is_left(stand_in, slurm, monkeypatch):
     jobs = prepared(stand_in, job("long", cpus_per_task=1), job("long", cpus_per_task=2))
     jobs[1].config.hardware.partition = "gone"  # since it was asked for
-    with pytest.raises(ConfigError, match=r"SLURM refused some of 2 jobs, so none was submitted.*invalid partition specified: gone"):
+    with pytest.raises(
+        ConfigError, match=r"SLURM refused some of 2 jobs, so none was submitted.*invalid partition specified: gone"
+    ):
         submit.submit_slurm(jobs, stand_in)
     states = slurm("squeue", "-h", "-t", "all", "-n", "longstraw", "-o", "%T").split()
     assert set(states) <= {"CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "COMPLETING"}
