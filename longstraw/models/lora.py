@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from longstraw.config import AdapterConfig, ConfigError
 from longstraw.config.hf_files import ADAPTER, CheckpointError, check_adapter
-from longstraw.layers.feedforward import Experts
+from longstraw.layers.feedforward import MixtureOfExperts
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_config import saved_class, text_prefix
 from longstraw.models.hf_weights import new_folder, read_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
-_ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for the fused experts of transformers' class
+_ONLY_HERE = ("gate_proj", "up_proj", "down_proj")  # PEFT takes these for GLM's fused experts in transformers' class
 _NAME = "default"  # PEFT's name for the only adapter of a model
 _PREFIX = "base_model.model."
 _NO_GRADIENT = ".indexer."  # indexers get no gradient, so an adapter there would never change
@@ -56,7 +56,7 @@ def add_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Deco
         t for t in defaults if _matching(_linear(model), [t])
     ]  # a model cut to fewer layers may lack some
     _matched(model, targets)
-    if _matching(targets, _ONLY_HERE) and any(isinstance(module, Experts) for module in model.modules()):
+    if _matching(targets, _ONLY_HERE) and any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         log.warning("adapters of %s load here, not in PEFT on transformers' class of this model", ", ".join(_ONLY_HERE))
     lora = _peft().LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
     _inject(model, lora)

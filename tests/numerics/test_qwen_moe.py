@@ -174,10 +174,15 @@ def test_fused_experts_are_read_as_they_are_published(models, tmp_path):
     assert all(torch.equal(p, read.get_parameter(n)) for n, p in ours.named_parameters())
 
 
-def test_adapters_are_those_of_peft_on_transformers(models, tmp_path):
+@pytest.mark.parametrize("targets", [[], ["q_proj", "gate_proj", "up_proj", "down_proj"]])
+def test_adapters_are_those_of_peft_on_transformers(models, tmp_path, caplog, targets):
+    """By default three maps of each delta layer and four of the full one; the shared experts' if they are named."""
     peft = pytest.importorskip("peft")
     theirs, _, folder = models
-    ours = add_adapter(load_model(folder, dtype="float32"), AdapterConfig(name="lora", rank=4, alpha=8))
+    ours = add_adapter(
+        load_model(folder, dtype="float32"), AdapterConfig(name="lora", rank=4, alpha=8, targets=targets)
+    )
+    assert not [record for record in caplog.records if "not in PEFT" in record.message]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for n, parameter in ours.named_parameters():
@@ -191,7 +196,7 @@ def test_adapters_are_those_of_peft_on_transformers(models, tmp_path):
     target = {n.removeprefix("base_model.model."): p.grad for n, p in wrapped.named_parameters() if p.requires_grad}
     result = grpo_step(ours, group, chunk=64)
     gradients = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad}
-    assert len(target) == 2 * (3 * 3 + 4)  # three maps of each delta layer, four of the full one
+    assert len(target) == 2 * ((1 + 3 * 4) if targets else (3 * 3 + 4))
     distance, which = worst(gradients, target)
     assert distance < SINGLE, which
     assert furthest(result.logprobs, logprobs) < SINGLE

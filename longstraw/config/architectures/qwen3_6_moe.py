@@ -15,8 +15,8 @@ from longstraw.config.checks import ConfigError
 class Qwen36MoeConfig(HybridConfig):
     """The layers of Qwen3.6 with routed experts and a shared one in place of each SwiGLU.
 
-    Adapters have no default target in the feed-forward: routed experts are no linear modules, and PEFT takes the names
-    of a shared expert's maps for those of all experts.
+    Adapters have no default target in the feed-forward: routed experts are no linear modules, and the shared expert is
+    a small part of it.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
