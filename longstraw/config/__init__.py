@@ -1,8 +1,10 @@
 """The configuration of a job as typed objects, made from YAML files and the command line."""
 
+from longstraw.config.algorithm import ALGORITHM_CHOICES, AlgorithmConfig
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
+from longstraw.config.data import DATA, DataConfig, JsonlConfig, MadeConfig, NeedleConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
     INNER_CHUNK,
@@ -15,19 +17,12 @@ from longstraw.config.model import (
     use_conf_dirs,
 )
 from longstraw.config.run import (
-    ALGORITHM_CHOICES,
     COUNTS,
-    DATA,
     GROUPS,
     MODES,
     PROMPT_GRADS,
     AdapterConfig,
-    AlgorithmConfig,
     CheckpointConfig,
-    DataConfig,
-    JsonlConfig,
-    MadeConfig,
-    NeedleConfig,
     OptimizerConfig,
     RunConfig,
     StateConfig,

@@ -13,10 +13,12 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from longstraw.config.algorithm import AlgorithmConfig
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
 from longstraw.config.converted import is_unfetched
+from longstraw.config.data import DATA, DataConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
@@ -25,15 +27,6 @@ PROMPT_GRADS = ("detached", "exact")
 ROW_DTYPES = ("float32", "bfloat16")
 MODES = ("auto", "run", "simulate", "emulate")
 STEPS = 10**9
-ALGORITHM_CHOICES = {
-    "scale_rewards": ("group", "batch", "none"),
-    "baseline": ("mean", "others"),
-    "loss": ("clip", "cispo"),
-    "importance": ("token", "sequence", "product"),
-    "normalize": ("response", "group", "step", "constant"),
-    "correction": ("none", "token_tis", "icepop", "sequence_mask", "geometric_mask"),
-    "old_logprobs": ("data", "score", "none"),
-}
 GROUP_HINT = "; advantages compare the responses of a group, so a group has two or more"
 
 
@@ -53,111 +46,6 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         choose("adapter", self.name, ("auto", "none", "lora"))
         check_ranges(self, "adapter")
-
-
-@dataclass
-class DataConfig:
-    name: str = MISSING
-
-
-@dataclass
-class NeedleConfig(DataConfig):
-    """The needle task: a key and its value hidden at a random depth of real text."""
-
-    name: str = "needle"
-    haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
-    depth: list[float] = number([0.0, 1.0], 0, 1)  # drawn between these fractions of the prompt
-    correct_fraction: float = number(0.5, 0, 1)  # fraction of the responses that are right
-    ragged: bool = True  # responses of random lengths up to response_length; false: all of that length
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "data")
-        if len(self.depth) != 2 or self.depth[0] > self.depth[1]:
-            raise ConfigError(f"data.depth={self.depth} must be two rising fractions between 0 and 1")
-
-
-@dataclass
-class JsonlConfig(DataConfig):
-    """The user's own prompts, responses and rewards, one prompt a line."""
-
-    name: str = "jsonl"
-    path: str = MISSING
-    on_error: str = "stop"  # stop | skip
-    truncate: str | None = None  # None | left | right: what to cut from a prompt that is too long
-    tokenizer: str | None = None  # a folder; None: the checkpoint's, or bytes where there is no checkpoint
-
-    def __post_init__(self) -> None:
-        choose("data.on_error", self.on_error, ("stop", "skip"))
-        if self.truncate is not None:
-            choose("data.truncate", self.truncate, ("left", "right"))
-
-
-@dataclass
-class MadeConfig(DataConfig):
-    """A made task whose responses are sampled; see ``longstraw.data.made``. A task reads its own difficulty keys."""
-
-    haystack: list[str] = field(default_factory=list)  # text files or folders; empty: Python's own standard library
-    depth: list[float] = number([0.0, 1.0], 0, 1)  # statements stand between these fractions of the hay
-    symbols: int = number(4, 2, 26)  # letters an answer may be
-    keys: int = number(4, 1, 32)  # lookup, multi: statements
-    hops: int = number(1, 1, 15)  # chain: names the value is passed on over
-    chains: int = number(2, 1, 18)
-    most: int = number(4, 2, 10**4)  # count: the highest number
-    needles: int = number(2, 1, 32)  # multi: statements asked for
-
-    def __post_init__(self) -> None:
-        choose("data.name", self.name, MADE)
-        check_ranges(self, "data")
-        if len(self.depth) != 2 or self.depth[0] > self.depth[1]:
-            raise ConfigError(f"data.depth={self.depth} must be two rising fractions between 0 and 1")
-        if self.name == "multi" and self.needles > self.keys:
-            raise ConfigError(
-                f"data.needles={self.needles} of data.keys={self.keys}: at most all keys can be asked for"
-            )
-        if self.name == "chain" and self.chains * (self.hops + 1) > 32:
-            raise ConfigError(f"data.chains={self.chains} of data.hops={self.hops}: more than 32 names are in them")
-
-
-MADE = ("lookup", "chain", "count", "multi")
-DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig} | dict.fromkeys(MADE, MadeConfig)
-
-
-@dataclass
-class AlgorithmConfig:
-    """The policy loss; see ``longstraw.grpo`` for the formulas."""
-
-    name: str = "grpo"
-    scale_rewards: Any = "group"  # group | batch | none: whose standard deviation divides the advantage; true: group
-    baseline: str = "mean"  # mean | others: of the group's rewards, or of those of the group's other responses
-    loss: str = "clip"  # clip | cispo
-    importance: str = "token"  # token | sequence (geometric mean) | product: what the clipped ratio is of
-    normalize: str = "response"  # response | group | step | constant: what a token's loss is divided by
-    clip_low: float = number(0.2, 0, 1)  # 1: no lower bound of the ratio
-    clip_high: float = number(0.2, 0, 1e6)
-    clip_dual: float | None = number(None, 1, 1e6, above=True, hint="; null: off")  # limit where the advantage is < 0
-    correction: str = "none"  # none | token_tis | icepop | sequence_mask | geometric_mask: for another engine's samples
-    correction_low: float | None = number(None, 0, 1)  # None: the correction's own bounds, in longstraw.grpo
-    correction_high: float | None = number(None, 1, 1e6)
-    kl_coef: float = number(0.0, 0, 1e6)
-    old_logprobs: str = "data"  # data: as given, on policy where absent; score: on the retained state; none: on policy
-
-    def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):
-            self.scale_rewards = "group" if self.scale_rewards else "none"
-        for key, choices in ALGORITHM_CHOICES.items():
-            choose(f"algorithm.{key}", getattr(self, key), choices)
-        check_ranges(self, "algorithm")
-        if self.clip_dual is not None and self.clip_dual <= 1 + self.clip_high:
-            raise ConfigError(f"algorithm.clip_dual={self.clip_dual} must be above 1 + clip_high={1 + self.clip_high}")
-        if self.loss == "cispo" and self.clip_dual is not None:
-            raise ConfigError("algorithm.clip_dual with algorithm.loss=cispo would not be used; leave it out")
-        if self.correction == "none" and (self.correction_low is not None or self.correction_high is not None):
-            raise ConfigError("algorithm.correction_low and correction_high need a correction; leave them out")
-        if self.correction != "none" and self.old_logprobs == "data":
-            raise ConfigError(
-                f"algorithm.correction={self.correction} compares the log-probabilities of the data with the policy's "
-                "own; use algorithm.old_logprobs=score, or none"
-            )
 
 
 @dataclass
@@ -252,7 +140,7 @@ class RunConfig:
     top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
     top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
     min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
-    stop: list[int] = field(default_factory=list)  # token ids that end a response, as its last token
+    stop: list[int] = number([], 0, 2**31 - 1)  # token ids that end a response, as its last token
     resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
     mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt

@@ -129,7 +129,7 @@ def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_
         save_adapter(model, tmp_path / "saved")
         read = peft.PeftModel.from_pretrained(theirs(folder), tmp_path / "saved")
     ours = score_fresh(model.double(), group, chunk=512)
-    # Rotary angles stay in float32 in both; at 2,048 positions the two differ by 1.5e-5 before any step too.
+    # At 2,048 positions the two differ by 1.5e-5 before any step too; float32 rotary angles may be the reason.
     assert furthest(their_logprobs(read.double(), group), ours) < (1e-5 if prompt < 1000 else 5e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved" if adapter == "none" else folder)
     assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
