@@ -146,23 +146,24 @@ def _predict(config: RunConfig) -> str | None:
     """Predict what the job's rows compare their counts with; return why it cannot fit this machine, if it cannot.
 
     A prediction that fails is no reason not to run: what is predicted is null then. Nor is one made of a job on
-    processors that is far too small to matter, unless it is known already: a count takes seconds.
+    processors that is far too small to matter, nor one of several ranks, unless it is known already: a count takes
+    seconds to minutes, in which the other ranks would wait for this one.
     """
-    from longstraw.memory.fit import (  # here: what asks for less starts sooner
-        exceeds_by_far,
-        fits_easily,
-        predicted,
-        too_large_here,
-    )
+    # here: what asks for less starts sooner
+    from longstraw.memory.estimate import known
+    from longstraw.memory.fit import exceeds_by_far, fits_easily, predicted, too_large_here
 
     try:
-        limits, ranks = memory_limits(), process_info().local_world_size
-        if config.mode == "run" and fits_easily(config, limits, ranks):
+        if config.mode in ("simulate", "emulate"):
+            predicted(config)
             return None
-        if config.mode == "run" and (reason := exceeds_by_far(config, limits, ranks)):
+        limits, ranks = memory_limits(), process_info().local_world_size
+        if fits_easily(config, limits, ranks):
+            return None
+        if reason := exceeds_by_far(config, limits, ranks):
             return reason
-        predicted(config)
-        return None if config.mode != "run" else too_large_here(config, limits, ranks)
+        waited_for = process_info().world_size > 1
+        return None if waited_for and known(config) is None else too_large_here(config, limits, ranks)
     except Exception as error:
         log.warning("memory cannot be predicted: %s", describe(error))
         return None
