@@ -31,6 +31,7 @@ from longstraw.launch.slurm import Submitted
 from longstraw.launch.spec import SPEC, Job
 from longstraw.launch.worker import execute
 from longstraw.runtime.failure_files import first_failure
+from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.process_info import is_running, process_identity, process_info
 from longstraw.tracking.job_table import table
 from longstraw.tracking.run_folder import has_result, last_row, read_json, write_json
@@ -92,15 +93,20 @@ def in_process(here: Sequence[Job], *, alone: bool) -> bool:
 def record_too_large(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs that may start; for a job too large for its devices write a record that says what would fit.
 
-    Nothing is allocated for such a job and SLURM is not asked.
+    Nothing is allocated for such a job and SLURM is not asked. A job of one process on this machine looks at the
+    machine's memory itself; for one of several it is done here, as they would wait for the one that does.
     """
     starting = []
     for job in jobs:
-        reason = None
-        if job.placement.mode == "run" and job.config.hardware.memory_gb is not None:
+        reason, hardware = None, job.config.hardware
+        if job.placement.mode == "run" and hardware.memory_gb is not None:
             from longstraw.memory.fit import too_large  # here: it needs torch, which takes seconds to load
 
             reason = too_large(job.config)
+        elif (job.placement.mode, job.placement.executor) == ("run", "local") and hardware.world_size > 1:
+            from longstraw.memory.fit import machine_refuses
+
+            reason = machine_refuses(job.config, memory_limits(), hardware.world_size)
         if reason is None:
             starting.append(job)
         else:

@@ -149,21 +149,15 @@ def _predict(config: RunConfig) -> str | None:
     processors that is far too small to matter, nor one of several ranks, unless it is known already: a count takes
     seconds to minutes, in which the other ranks would wait for this one.
     """
-    # here: what asks for less starts sooner
-    from longstraw.memory.estimate import known
-    from longstraw.memory.fit import exceeds_by_far, fits_easily, predicted, too_large_here
+    from longstraw.memory.estimate import known  # here: what asks for less starts sooner
+    from longstraw.memory.fit import machine_refuses, predicted
 
     try:
         if config.mode in ("simulate", "emulate"):
             predicted(config)
-            return None
-        limits, ranks = memory_limits(), process_info().local_world_size
-        if fits_easily(config, limits, ranks):
-            return None
-        if reason := exceeds_by_far(config, limits, ranks):
-            return reason
-        waited_for = process_info().world_size > 1
-        return None if waited_for and known(config) is None else too_large_here(config, limits, ranks)
+        elif process_info().world_size == 1 or known(config) is not None:
+            return machine_refuses(config, memory_limits(), process_info().local_world_size)
+        return None
     except Exception as error:
         log.warning("memory cannot be predicted: %s", describe(error))
         return None

@@ -117,6 +117,13 @@ def too_large_here(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int)
     return None
 
 
+def machine_refuses(config: RunConfig, limits: Sequence[MemoryLimit], ranks: int) -> str | None:
+    """Return ``too_large_here``, but count nothing where shapes alone say that a run fits, or that it cannot."""
+    if fits_easily(config, limits, ranks):
+        return None
+    return exceeds_by_far(config, limits, ranks) or too_large_here(config, limits, ranks)
+
+
 def exceeded(config: RunConfig, peak: int, verb: str, by_kind: dict[str, int]) -> dict[str, str]:
     """Return the status of a step whose memory was counted where its hardware does not have it; else nothing."""
     limit = limit_bytes(config.hardware)
