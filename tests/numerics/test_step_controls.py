@@ -102,10 +102,10 @@ def state_leaks_between_branches(patch):
     """The final state of one branch is the start of the next."""
     real = step._branch
 
-    def branch(model, retained, response, grad):
+    def branch(model, retained, response, *, grad, temperature):
         past = [state.leaves(retained.positions, grad) for state in retained.states]
         _, updates = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
-        result = real(model, retained, response, grad)
+        result = real(model, retained, response, grad=grad, temperature=temperature)
         for state, update in zip(retained.states, updates, strict=True):
             if isinstance(state, Carried):
                 state._snapshots[state.positions] = {name: x.detach() for name, x in update.items()}
@@ -151,9 +151,9 @@ def positions_start_anew_at_borders(patch):
 
 
 def last_prompt_token_is_not_replayed(patch):
-    def branch(model, retained, response, grad):
+    def branch(model, retained, response, *, grad, temperature):
         past = [state.leaves(retained.positions, grad) for state in retained.states]
-        return model.logprobs(model(response, past)[0], response)
+        return model.logprobs(model(response, past)[0], response, temperature)
 
     patch.setattr(step, "_branch", branch)
 
