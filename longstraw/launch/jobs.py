@@ -29,7 +29,7 @@ from longstraw.launch.placement import resolve
 from longstraw.launch.result import record_failure
 from longstraw.launch.slurm import Submitted
 from longstraw.launch.spec import SPEC, Job
-from longstraw.launch.worker import execute
+from longstraw.launch.worker import execute, prediction_may_fail
 from longstraw.runtime.failure_files import first_failure
 from longstraw.runtime.machine_memory import memory_limits
 from longstraw.runtime.process_info import is_running, process_identity, process_info
@@ -106,7 +106,8 @@ def record_too_large(jobs: Sequence[Job]) -> list[Job]:
         elif (job.placement.mode, job.placement.executor) == ("run", "local") and hardware.world_size > 1:
             from longstraw.memory.fit import machine_refuses
 
-            reason = machine_refuses(job.config, memory_limits(), hardware.world_size)
+            with prediction_may_fail():
+                reason = machine_refuses(job.config, memory_limits(), hardware.world_size)
         if reason is None:
             starting.append(job)
         else:

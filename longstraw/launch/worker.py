@@ -152,15 +152,21 @@ def _predict(config: RunConfig) -> str | None:
     from longstraw.memory.estimate import known  # here: what asks for less starts sooner
     from longstraw.memory.fit import machine_refuses, predicted
 
-    try:
+    with prediction_may_fail():
         if config.mode in ("simulate", "emulate"):
             predicted(config)
         elif process_info().world_size == 1 or known(config) is not None:
             return machine_refuses(config, memory_limits(), process_info().local_world_size)
-        return None
+    return None
+
+
+@contextlib.contextmanager
+def prediction_may_fail() -> Iterator[None]:
+    """Turn an exception of the block into a warning: a job is not kept from running because none could predict it."""
+    try:
+        yield
     except Exception as error:
         log.warning("memory cannot be predicted: %s", describe(error))
-        return None
 
 
 def _requeue(config: RunConfig, stopped: Preempted, ran: float) -> None:

@@ -1,12 +1,15 @@
 """A run that cannot fit: not started, but a row in the table; a simulated one that does not fit has its numbers."""
 
+from dataclasses import replace
+
 import pytest
 
-from longstraw.config import from_dict, option
+from longstraw.config import HardwareConfig, from_dict, option
 from longstraw.launch import jobs as launch
 from longstraw.launch import worker
 from longstraw.launch.prepare import prepare
 from longstraw.launch.spec import Draft
+from longstraw.memory import fit
 from longstraw.memory.estimate import counts, cut
 from longstraw.runtime.machine_memory import MemoryLimit
 from longstraw.simulation.jobs import simulate_job
@@ -96,3 +99,29 @@ def test_a_count_that_fails_is_said_and_stops_no_job(monkeypatch, caplog, tmp_pa
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "memory cannot be predicted: KeyError" in caplog.text
     assert constant_keys(job)["predicted_peak_bytes"] is None
+
+
+@pytest.fixture
+def two_processes(tmp_path):
+    (job,) = prepared(tmp_path, replace(config(None), hardware=HardwareConfig("cpu", backend="cpu", ranks=2)))
+    assert (job.placement.mode, job.placement.executor) == ("run", "local")
+    return job
+
+
+def test_a_job_of_several_processes_is_compared_with_the_machine_before_they_start(monkeypatch, two_processes):
+    monkeypatch.setattr(launch, "memory_limits", lambda: [MemoryLimit(10**6, 10**6, "a limit", shared=True)])
+    assert launch.record_too_large([two_processes]) == []
+    row = last_row(two_processes.run_dir)
+    assert row["status"] == "too_large"
+    assert "a limit, 1.0 MB, leaves 500.0 kB" in row["error"]  # each of the two has half
+    monkeypatch.setattr(launch, "memory_limits", lambda: [MemoryLimit(10**10, 10**10, "a limit", shared=True)])
+    assert launch.record_too_large([two_processes]) == [two_processes]
+
+
+def test_a_prediction_that_fails_keeps_no_job_of_several_processes(monkeypatch, caplog, two_processes):
+    def broken(*_):
+        raise KeyError("a name that is missing")
+
+    monkeypatch.setattr(fit, "machine_refuses", broken)
+    assert launch.record_too_large([two_processes]) == [two_processes]
+    assert "memory cannot be predicted: KeyError" in caplog.text
