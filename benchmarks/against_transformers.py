@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
+from longstraw.group import Group
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model, load_model
 from longstraw.models.hf_weights import save_model

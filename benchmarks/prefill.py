@@ -16,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from longstraw.models import build_model
-from longstraw.step import Observer, prefill
+from longstraw.observer import Observer
+from longstraw.step import prefill
 
 OPERATORS = 12
 

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longstraw.grpo import Group
+    from longstraw.group import Group
     from longstraw.models import build_model, load_model
     from longstraw.rollout.sampling import sample
     from longstraw.step import grpo_step, prefill
 
 _HOMES = {
-    "Group": "longstraw.grpo",
+    "Group": "longstraw.group",
     "build_model": "longstraw.models",
     "load_model": "longstraw.models",
     "grpo_step": "longstraw.step",

@@ -36,7 +36,8 @@ from longstraw.config import (
     gradient_start,
 )
 from longstraw.config.settings import parse_settings
-from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
+from longstraw.group import Group
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.state import Past

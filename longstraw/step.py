@@ -15,44 +15,21 @@ P prompt positions, of which P - 1 are retained; R response positions; d model w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longstraw.config import INNER_CHUNK, AlgorithmConfig, StateConfig, gradient_start
-from longstraw.grpo import Group, Statistics, branch_losses
+from longstraw.group import Group
+from longstraw.grpo import Statistics, branch_losses
 from longstraw.models.decoder import Decoder
+from longstraw.observer import UNOBSERVED, Observer
 from longstraw.ops.host_offload import to_host
 from longstraw.ops.host_sync import read_scalar
 from longstraw.state import RetainedState
-
-
-class Holder(Protocol):
-    """What holds tensors: a retained state, or what branches add to it."""
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor held with its kind of memory."""
-
-
-class Observer:
-    """Called with what the step does, as it does it; the base class ignores it. A step may be stopped between calls."""
-
-    def verb(self, name: str, positions: int) -> AbstractContextManager[None]:
-        """Enter a verb that will evaluate ``positions``."""
-        return nullcontext()
-
-    def advance(self, positions: int) -> None:
-        """Note that a chunk or a branch of ``positions`` is done."""
-
-    def holds(self, states: Sequence[Holder]) -> None:
-        """Note that what ``states`` hold has changed."""
-
-
-_UNOBSERVED = Observer()
 
 
 @dataclass
@@ -149,7 +126,7 @@ def prefill(
     chunk: int,
     grad_from: int | None = None,
     state: StateConfig | None = None,
-    observer: Observer = _UNOBSERVED,
+    observer: Observer = UNOBSERVED,
 ) -> Retained:
     """Evaluate ``prompt`` [P] without autograd, ``chunk`` positions at a time, and retain its state.
 
@@ -181,7 +158,7 @@ def score(
     responses: Sequence[Tensor],
     *,
     temperature: float = 1.0,
-    observer: Observer = _UNOBSERVED,
+    observer: Observer = UNOBSERVED,
 ) -> list[Tensor]:
     """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host.
 
@@ -197,7 +174,7 @@ def score(
 
 
 def replay(
-    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = _UNOBSERVED
+    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = UNOBSERVED
 ) -> tuple[Tensor, list[Tensor], float, Statistics]:
     """Run the responses of a group one at a time with autograd; each graph is freed before the next one is built.
 
@@ -236,7 +213,7 @@ def replay(
     return loss, logprobs, read_scalar(entropy_sum / statistics.tokens.clamp(min=1), math.nan), statistics
 
 
-def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = _UNOBSERVED) -> float:
+def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = UNOBSERVED) -> float:
     """Carry the gradient that responses left on the state back through the prompt, one recomputed chunk at a time.
 
     Adds to the gradients of the parameters and consumes ``retained``. Returns the largest absolute difference between
@@ -287,7 +264,7 @@ def grpo_step(
     response_length: int | None = None,
     reference: Decoder | None = None,
     state: StateConfig | None = None,
-    observer: Observer = _UNOBSERVED,
+    observer: Observer = UNOBSERVED,
 ) -> StepResult:
     """Add the gradient of one group's loss to ``model``'s parameters.
 
@@ -314,7 +291,7 @@ def prepare_group(
     *,
     reference_logprobs: list[Tensor] | None = None,
     retained: Retained | None = None,
-    observer: Observer = _UNOBSERVED,
+    observer: Observer = UNOBSERVED,
 ) -> PreparedGroup:
     """Evaluate the group's prompt and, where the algorithm asks for it, score its responses before any update.
 
@@ -339,7 +316,7 @@ def prepare_group(
 
 
 def finish_step(
-    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = _UNOBSERVED
+    model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = UNOBSERVED
 ) -> StepResult:
     """Replay a group on its retained prompt and, where it takes part, carry the gradient back through the prompt."""
     retained = prepared.retained
@@ -384,7 +361,7 @@ def score_fresh(
     chunk: int,
     state: StateConfig | None = None,
     temperature: float = 1.0,
-    observer: Observer = _UNOBSERVED,
+    observer: Observer = UNOBSERVED,
 ) -> list[Tensor]:
     """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
     retained = prefill(model, group.prompt, chunk=chunk, state=state, observer=observer)

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import BranchTerms, Group, advantages, branch_loss, denominators
+from longstraw.group import Group
+from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models import build_model
 from longstraw.ops.delta import reference as delta
 from longstraw.ops.sequence_ops import Local

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from traffic_formula import bytes_sent
 
 from longstraw.config import AdapterConfig, DataConfig, HardwareConfig, RunConfig, load_model_config
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.models import build_model
+from longstraw.observer import Observer
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm
 from longstraw.parallel.mesh import build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.parallel.parallelize import parallelize
-from longstraw.step import Observer, grpo_step
+from longstraw.step import grpo_step
 
 
 class Verbs(Observer):

@@ -17,7 +17,7 @@ from longstraw import grpo_step, load_model
 from longstraw.config import AdapterConfig, load_model_config
 from longstraw.data.tokenizer import load_tokenizer
 from longstraw.fetch import fetch
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.models.decoder import Decoder
 from longstraw.models.lora import add_adapter
 

@@ -22,7 +22,7 @@ from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from longstraw.grpo import Group
+    from longstraw.group import Group
 
 SHOWN = 100  # skipped lines listed in the description, beside their number
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}

@@ -18,7 +18,7 @@ from longstraw.data.tokenizer import Tokenizer, check_text
 if TYPE_CHECKING:
     import torch
 
-    from longstraw.grpo import Group
+    from longstraw.group import Group
 
 LINE_KEYS = ("prompt", "responses", "tools")
 RESPONSE_KEYS = ("text", "tokens", "reward", "logprobs", "loss_mask")
@@ -41,7 +41,7 @@ class Parser:
         """Return the group a line holds; ``number`` names a line without an id. Raises ``DataError``."""
         import torch
 
-        from longstraw.grpo import Group
+        from longstraw.group import Group
 
         fields = _fields(line)
         name = fields.get("id", f"line-{number}")

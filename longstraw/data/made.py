@@ -28,7 +28,7 @@ from longstraw.data.task import SPLITS, DataError, Example
 from longstraw.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from longstraw.grpo import Group
+    from longstraw.group import Group
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TRAIN_SHARE = 0.8  # of the hay

@@ -24,7 +24,7 @@ from longstraw.data.task import DataError
 from longstraw.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from longstraw.grpo import Group
+    from longstraw.group import Group
 
 WORDS = tuple(  # five letters each, so that in bytes every prompt has the same least length
     word
@@ -97,7 +97,7 @@ class NeedleTask:
         """Return the group of this step; steps that share a retained prompt get the same one."""
         import torch
 
-        from longstraw.grpo import Group
+        from longstraw.group import Group
 
         rng, word, value = self._draw(step)
         needle, question = needle_texts(self._tokenizer, word, value)

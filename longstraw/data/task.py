@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from longstraw.grpo import Group
+    from longstraw.group import Group
 
 SPLITS = ("train", "heldout")
 

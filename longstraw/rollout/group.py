@@ -10,10 +10,12 @@ import torch
 
 from longstraw.config import RunConfig
 from longstraw.data.task import Example, PromptTask
-from longstraw.grpo import Group, mask_truncated
+from longstraw.group import Group
+from longstraw.grpo import mask_truncated
 from longstraw.models.decoder import Decoder
+from longstraw.observer import Observer
 from longstraw.rollout.sampling import Samples, Sampling, draw
-from longstraw.step import Observer, Retained
+from longstraw.step import Retained
 
 
 @dataclass(frozen=True)

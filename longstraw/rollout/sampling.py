@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from longstraw.models.decoder import Decoder
+from longstraw.observer import Observer
 from longstraw.ops.sequence_ops import Local
-from longstraw.step import Observer, Retained
+from longstraw.step import Retained
 
 
 @dataclass(frozen=True)

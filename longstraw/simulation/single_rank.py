@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longstraw.config import RunConfig
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from longstraw.memory.meter import NO_VERB, MemoryMeter
+from longstraw.observer import Holder, Observer
 from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.runtime.preemption import Stop
 from longstraw.runtime.whole_files import write_whole
-from longstraw.step import Holder, Observer
 
 PROGRESS_SECONDS = 0.5  # between two writes of the progress file
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
 from longstraw.data.task import DataError, PromptTask
-from longstraw.grpo import Group, advantages, branch_losses
+from longstraw.group import Group
+from longstraw.grpo import advantages, branch_losses
 from longstraw.memory.estimate import known
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder

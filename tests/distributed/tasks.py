@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from longstraw.memory.meter import MemoryMeter
+from longstraw.observer import Observer
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.ops.latent import LATENT
 from longstraw.ops.past import Past
@@ -23,7 +24,7 @@ from longstraw.parallel.mesh import build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.parallel.parallelize import parallelize
 from longstraw.state import Appended
-from longstraw.step import Observer, prefill
+from longstraw.step import prefill
 
 build_mesh = functools.cache(build_mesh)  # process groups are for ever
 

@@ -13,13 +13,14 @@ import longstraw
 from longstraw.config import AdapterConfig, StateConfig
 from longstraw.models import load_model
 from longstraw.models.lora import add_adapter
+from longstraw.observer import Observer
 from longstraw.ops.conv.reference import causal_conv
 from longstraw.ops.conv.step import causal_conv_step
 from longstraw.ops.delta.reference import recurrent
 from longstraw.ops.delta.step import gated_delta_step
 from longstraw.ops.past import BranchPast
 from longstraw.rollout.sampling import Sampling, draw, draw_tokens
-from longstraw.step import Observer, prefill, score
+from longstraw.step import prefill, score
 
 FAMILIES = {"qwen3_6": tiny_model, "glm_5_2": glm_model, "llama": llama_model}
 CHI_SQUARE = 103.4  # what 63 degrees of freedom exceed with probability 0.001

@@ -13,7 +13,7 @@ from longstraw import grpo_step, load_model
 from longstraw.config import AdapterConfig, ConfigError, load_model_config, read_model_config
 from longstraw.config.converted import PACKAGES
 from longstraw.fetch import fetch
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.models import build_model
 from longstraw.models.hf_save import save_model
 from longstraw.models.lora import add_adapter, save_adapter

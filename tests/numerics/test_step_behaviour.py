@@ -8,7 +8,7 @@ import torch
 from helpers import make_group, take_gradients, tiny_model, worst
 
 from longstraw.config import AlgorithmConfig
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.models import build_model
 from longstraw.state import Appended
 from longstraw.step import PreparedGroup, StepOptions, grpo_step, prefill, prompt_backward, replay, score

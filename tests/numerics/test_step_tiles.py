@@ -5,7 +5,7 @@ import torch
 from helpers import plain_attend, plain_ops, relative, take_gradients, tiny_model, worst
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.ops import attention
 from longstraw.ops.attention import reference
 from longstraw.ops.delta import reference as delta

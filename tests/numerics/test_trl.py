@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from longstraw.config import AlgorithmConfig, option
+from longstraw.group import Group, StepTotals
 from longstraw.grpo import (
     ADVANTAGE_EPS,
     BranchTerms,
-    Group,
     Statistics,
-    StepTotals,
     advantages,
     branch_loss,
     branch_losses,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from longstraw.grpo import Group
+from longstraw.group import Group
 
 PROMPT, RESPONSES, REWARDS = [5, 6, 7], [[1], [2, 3]], [1.0, 0.0]
 

@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from longstraw.config import AlgorithmConfig, ConfigError
+from longstraw.group import Group
 from longstraw.grpo import (
     BranchTerms,
-    Group,
     advantages,
     branch_loss,
     branch_losses,

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = [  # a module imports from its own floor or a lower one; the longest name that fits decides
     {"longstraw", "longstraw.units", "longstraw.errors", "longstraw.config"},
     {"longstraw.ops"},
+    {"longstraw.group", "longstraw.observer"},
     {"longstraw.grpo", "longstraw.state", "longstraw.memory", "longstraw.runtime", "longstraw.tracking"},
     {"longstraw.layers", "longstraw.data"},
     {"longstraw.models"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longstraw.config import ConfigError, load_model_config
-from longstraw.grpo import Group
+from longstraw.group import Group
 from longstraw.models import build_model, qwen3_6
 from longstraw.step import grpo_step
 
