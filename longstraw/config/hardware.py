@@ -30,7 +30,9 @@ class HardwareConfig:
     warn_s: int = number(
         300, 1, 2**24
     )  # SLURM signals a job so long before its limit: time for one chunk and a checkpoint
-    timeout_s: int = number(600, 1, 2**24)  # after which ranks that wait for a dead one give up
+    timeout_s: int = number(
+        1800, 1, 2**24
+    )  # after which ranks that wait for a dead one give up; a first compilation on one node can take over 10 minutes
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

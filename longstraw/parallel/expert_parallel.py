@@ -25,9 +25,9 @@ class ExpertGroup:
 
     def mix(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, ops: MoeOps) -> Tensor:
         """Return what ``ops.moe.mix_experts`` does for ``x`` [t, d]; the experts given are those of this rank."""
-        number = len(down) * self.size
+        number, k = len(down) * self.size, chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
-        token = order // chosen.shape[1]
+        token = order // k
         sent = counts(chosen, number)
         arriving = self._arriving(sent, len(down), x.device)
         splits = [sum(sent[r * len(down) : (r + 1) * len(down)]) for r in range(self.size)], [sum(a) for a in arriving]
@@ -41,8 +41,10 @@ class ExpertGroup:
         back = torch.empty_like(by_expert).scatter_(0, by_expert, entries)
         with labelled("experts"):
             returned = _Exchange.apply(made[back], self.group, *splits[::-1])
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         inner = torch.promote_types(x.dtype, torch.float32)
-        return torch.zeros_like(x, dtype=inner).index_add(0, token, returned.to(inner)).to(x.dtype)
+        # Summed in the order of the choice: index_add adds in no fixed order on CUDA.
+        return returned.index_select(0, place).view(len(x), k, x.shape[1]).sum(1, dtype=inner).to(x.dtype)
 
     def _arriving(self, sent: list[int], own: int, device: torch.device) -> list[list[int]]:
         """Return how many entries each rank sends to each expert here; [W][E / W]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Mesh:
     cp: DeviceMesh
     replica: DeviceMesh  # the ranks that own the same experts
     ep: DeviceMesh
+    context_group: dist.ProcessGroup  # the ranks of cp; NCCL runs collectives of one group one after the other
+    expert_group: dist.ProcessGroup  # those of ep
 
     @property
     def dp_rank(self) -> int:
@@ -36,7 +39,7 @@ class Mesh:
 
     def context(self) -> Group:
         """Return the ranks that share this rank's prompt."""
-        return Group(self.cp.get_group())
+        return Group(self.context_group)
 
     def agree(self, count: int) -> int:
         """Return the largest ``count`` over the data-parallel prompts: so many passes every rank must take part in."""
@@ -54,9 +57,20 @@ class Mesh:
         return values
 
 
-def build_mesh(sizes: ParallelDims, device_type: str) -> Mesh:
-    """Return the mesh of the initialised process group; every rank must call it."""
+def build_mesh(sizes: ParallelDims, device_type: str, timeout: timedelta | None = None) -> Mesh:
+    """Return the mesh of the initialised process group; every rank must call it.
+
+    Attention and experts have groups of their own, so that their collectives need not wait for those that gather
+    parameters; ``timeout`` is theirs (None: PyTorch's).
+    """
     world = init_device_mesh(device_type, (sizes.world,), mesh_dim_names=("world",))
     grid = init_device_mesh(device_type, (sizes.dp, sizes.cp), mesh_dim_names=("dp", "cp"))
     experts = init_device_mesh(device_type, (sizes.world // sizes.ep, sizes.ep), mesh_dim_names=("replica", "ep"))
-    return Mesh(sizes, world, grid["dp"], grid["cp"], experts["replica"], experts["ep"])
+    cp, ep = grid["cp"], experts["ep"]
+    context, expert = (_own_group(part, sizes.world, timeout) for part in (cp, ep))
+    return Mesh(sizes, world, grid["dp"], cp, experts["replica"], ep, context, expert)
+
+
+def _own_group(part: DeviceMesh, world: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Return the group of ``part``, a new one where it would be that of all ranks."""
+    return dist.new_group(timeout=timeout) if 1 < part.size() == world else part.get_group()

@@ -68,7 +68,7 @@ def parallelize(model: Decoder, mesh: Mesh) -> Parallel:
         if hasattr(model.get_submodule(name), "lora_A"):
             raise ConfigError(f"an adapter on {name} cannot be spread over ranks; leave it out of adapter.targets")
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    context = ContextParallel(model.ops, group, ExpertGroup(mesh.ep.get_group()))
+    context = ContextParallel(model.ops, group, ExpertGroup(mesh.expert_group))
     ops = model.ops._replace(context=context)
     for module in model.modules():
         if hasattr(module, "ops"):

@@ -67,7 +67,8 @@ class _Embedding(torch.autograd.Function):
             everyones = ctx.group.all_gather(grad, ctx.count)
         inner = torch.promote_types(grad.dtype, torch.float32)
         table = everyones.new_zeros(ctx.shape, dtype=inner)
-        table.index_add_(0, index, everyones.to(inner).mul_(here.unsqueeze(-1)))
+        rows = everyones.to(inner).mul_(here.unsqueeze(-1))
+        table.index_put_((index,), rows, accumulate=True)  # index_add adds equal tokens in no fixed order on CUDA
         return None, table.to(grad.dtype), None, None
 
 

@@ -73,7 +73,7 @@ def connect(
     if me.world_size == 1:
         yield Ranks(0, 1, 0, me.node, device)
         return
-    folder, limit = ranks_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s)
+    folder, limit, failed = ranks_folder(run_dir, attempt), timedelta(seconds=hardware.timeout_s), True
     store, host, port = _meet(me, hardware, folder)
     peers = Heartbeat(me, _client(host, port, me, hardware.timeout_s), folder, hardware.timeout_s, before_exit)
     try:
@@ -86,6 +86,7 @@ def connect(
         )
         yield Ranks(me.rank, me.world_size, me.local_rank, me.node, device, peers)
         peers.disconnect(store)
+        failed = False
     except BaseException as error:
         cause = peers.cause(error)
         peers.stop(cause)
@@ -93,11 +94,16 @@ def connect(
             raise
         raise cause from error
     finally:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        _close_groups(abort=failed and device.type == "cuda")
         if me.rank == 0:
             _address_file(folder, me).unlink(missing_ok=True)
+
+
+def _close_groups(abort: bool) -> None:
+    """End all process groups; ``abort`` does not wait for collectives that a failed rank will never take part in."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            (dist.distributed_c10d._abort_process_group if abort else dist.destroy_process_group)()
 
 
 def _device(hardware: HardwareConfig, me: ProcessInfo) -> torch.device:

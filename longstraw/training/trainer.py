@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,8 @@ def build_trainer(
     task, make_model = task or build_task(config), make_model or _model
     torch.manual_seed(config.seed)
     if mesh is None and config.hardware.world_size > 1:
-        mesh = build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend)
+        limit = timedelta(seconds=config.hardware.timeout_s)
+        mesh = build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend, limit)
     model, parallel = make_model(config, mesh)
     reference = None
     if config.algorithm.kl_coef and config.adapter.name == "none":

@@ -83,7 +83,7 @@ class _TokenLogits(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[rows].addcmul_(weight[chosen].to(inner), share)
                 if grad_weight is not None:
-                    grad_weight.index_add_(0, chosen, x * share)
+                    grad_weight.index_put_((chosen,), x * share, accumulate=True)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
