@@ -8,7 +8,7 @@ and where their gradient is accumulated. The state is immutable while branches r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
-from longstraw.ops.host_sync import equal_bits
 from longstraw.ops.past import BranchPast, Past
 
 Tensors = dict[str, Tensor]
@@ -61,8 +60,11 @@ class RetainedState(Protocol):
     def num_bytes(self) -> dict[str, int]:
         """Return the bytes by tensor name, without gradients and snapshots."""
 
-    def difference(self, update: Tensors, start: int, end: int) -> float:
-        """Return the largest absolute difference of ``update`` from the stored one of positions [start, end)."""
+    def difference(self, update: Tensors, start: int, end: int) -> Tensor:
+        """Return the largest absolute difference of ``update`` from the stored one of positions [start, end).
+
+        0-d, on the device of ``update``: the host need not wait for it. NaN counts as infinite.
+        """
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor held with its kind: ``retained``, ``state_gradient`` or ``snapshots``."""
@@ -148,9 +150,9 @@ class Appended:
     def num_bytes(self) -> dict[str, int]:
         return {name: rows.nbytes for name, rows in self._rows.items()}
 
-    def difference(self, update: Tensors, start: int, end: int) -> float:
+    def difference(self, update: Tensors, start: int, end: int) -> Tensor:
         piece = slice(self._held(start), self._held(end))
-        return max(_difference(self._rows[name][piece], rows) for name, rows in update.items())
+        return _largest(_difference(self._rows[name][piece], rows) for name, rows in update.items())
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("retained", rows) for rows in self._rows.values())
@@ -222,8 +224,8 @@ class Carried:
     def num_bytes(self) -> dict[str, int]:
         return {name: tensor.nbytes for name, tensor in self._snapshots[max(self._snapshots)].items()}
 
-    def difference(self, update: Tensors, start: int, end: int) -> float:
-        return max(_difference(self._snapshots[end][name], tensor) for name, tensor in update.items())
+    def difference(self, update: Tensors, start: int, end: int) -> Tensor:
+        return _largest(_difference(self._snapshots[end][name], tensor) for name, tensor in update.items())
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         for at, snapshot in self._snapshots.items():
@@ -241,11 +243,13 @@ class Carried:
         leaf.grad = None
 
 
-def _difference(kept: Tensor, again: Tensor) -> float:
+def _largest(differences: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(differences)).amax()
+
+
+def _difference(kept: Tensor, again: Tensor) -> Tensor:
     again = again.detach().to(kept.dtype)
     if not again.numel():
-        return 0.0
-    kept = kept.to(again.device)
-    if equal_bits(kept, again):
-        return 0.0
-    return float((kept.double() - again.double()).abs().max().nan_to_num(nan=math.inf))  # max(0.0, nan) would be 0.0
+        return torch.zeros((), dtype=torch.float64, device=again.device)
+    apart = (kept.to(again.device, non_blocking=True) - again).abs_()
+    return apart.amax().double().nan_to_num(nan=math.inf)

@@ -219,7 +219,8 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
     Adds to the gradients of the parameters and consumes ``retained``. Returns the largest absolute difference between
     what was evaluated again and what was retained: 0 where evaluation is deterministic.
     """
-    states, positions, difference = retained.states, retained.positions, 0.0
+    states, positions = retained.states, retained.positions
+    difference = retained.prompt.new_zeros((), dtype=torch.float64)
     first = positions if retained.grad_from is None else retained.grad_from
     starts = list(reversed(range(first, positions, retained.chunk)))
     rounds = pad_to_longest_rank(model, starts, None)
@@ -239,7 +240,7 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
             tensors: list[Tensor] = []
             gradients: list[Tensor] = []
             for state, update in zip(states, updates, strict=True):
-                difference = max(difference, state.difference(update, start, end))
+                difference = torch.maximum(difference, state.difference(update, start, end))
                 for name, gradient in state.cotangent(start, end).items():
                     if update[name].requires_grad:  # not so below the first trained layer
                         tensors.append(update[name])
@@ -250,7 +251,7 @@ def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = 
             del tensors, gradients, past
             observer.holds(states)
             observer.advance(end - start)
-    return difference
+    return read_scalar(difference, 0.0)
 
 
 def grpo_step(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longstraw.ops.host_sync import counts, read_counts
+from longstraw.ops.host_sync import read_counts, stated_counts
 from longstraw.ops.moe import MoeOps, Routed, run_experts
 from longstraw.parallel.collectives import labelled
 
@@ -28,8 +28,7 @@ class ExpertGroup:
         number, k = len(down) * self.size, chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
         token = order // k
-        sent = counts(chosen, number)
-        arriving = self._arriving(sent, len(down), x.device)
+        sent, arriving = self._counts(chosen, order, number)
         splits = [sum(sent[r * len(down) : (r + 1) * len(down)]) for r in range(self.size)], [sum(a) for a in arriving]
         with labelled("experts"):
             given = _Exchange.apply(x[token], self.group, *splits)
@@ -46,15 +45,20 @@ class ExpertGroup:
         # Summed in the order of the choice: index_add adds in no fixed order on CUDA.
         return returned.index_select(0, place).view(len(x), k, x.shape[1]).sum(1, dtype=inner).to(x.dtype)
 
-    def _arriving(self, sent: list[int], own: int, device: torch.device) -> list[list[int]]:
-        """Return how many entries each rank sends to each expert here; [W][E / W]."""
-        mine = torch.tensor(sent, device=device)
+    def _counts(self, chosen: Tensor, order: Tensor, number: int) -> tuple[list[int], list[list[int]]]:
+        """Return how many entries go to each expert, [E], and arrive from each rank for each one here, [W][E / W].
+
+        ``order`` sorts the entries by expert. The host reads both at once.
+        """
+        ends = torch.searchsorted(chosen.flatten()[order], torch.arange(number, device=order.device), right=True)
+        mine = torch.cat([ends[:1], ends.diff()])
         received = torch.empty_like(mine)
         with labelled("experts"):
             dist.all_to_all_single(received, mine, group=self.group)
-        first = self.rank * own
-        values = read_counts(received, sent[first : first + own] * self.size)
-        return [values[r * own : (r + 1) * own] for r in range(self.size)]
+        own, stated = number // self.size, stated_counts(chosen, number)
+        here = slice(self.rank * own, (self.rank + 1) * own)
+        values = read_counts(torch.cat([mine, received]), [*stated, *stated[here] * self.size])
+        return values[:number], [values[number + r * own : number + (r + 1) * own] for r in range(self.size)]
 
 
 class _Exchange(torch.autograd.Function):
