@@ -143,6 +143,8 @@ class RunConfig:
     stop: list[int] = number([], 0, 2**31 - 1)  # token ids that end a response, as its last token
     resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
     mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
+    reward: str | None = None  # data=jsonl: package.module:function that rewards drawn responses, as in TRL or verl
+    reward_timeout: float | None = number(600.0, 0, 2**24, above=True)  # seconds one call of it may take; null: any
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = number(1, 1, STEPS)
     seed: int = number(0, 0, 2**63 - 1)
@@ -197,7 +199,14 @@ class RunConfig:
         if self.rollout == "given":
             if drawn_from_some or self.stop or self.resample or self.mask_truncated:
                 raise ConfigError("top_p, top_k, min_p, stop, resample and mask_truncated need rollout=sample")
+            if self.reward is not None:
+                raise ConfigError(f"reward={self.reward} is for drawn responses; leave it out, or use rollout=sample")
             return
+        if (self.data.name == "jsonl") != (self.reward is not None):
+            raise ConfigError(
+                f"reward={self.reward} with data={self.data.name}: data=jsonl needs reward=package.module:function for "
+                "drawn responses, and other tasks have their own"
+            )
         if self.mode in ("simulate", "emulate"):
             raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
         if self.hardware.world_size > 1:
