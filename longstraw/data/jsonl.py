@@ -110,7 +110,7 @@ class JsonlTask:
         source = example.source
         if isinstance(source, list) and isinstance(source[0], int):  # a function of text cannot read token ids
             source = self._tokenizer.decode(example.prompt)
-        stop = self._config.stop
+        stop = self._config.stop or ()
         texts = [self._tokenizer.decode(ids[:-1] if ids[-1] in stop else ids) for ids in responses]
         shown = replace(example, source=source)
         return call_reward(self._function, shown, texts, responses, self._config.reward_timeout)

@@ -35,7 +35,7 @@ def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
     """Return a group drawn from the retained prompt by the model that is trained."""
     config = request.config
     sampling = Sampling(
-        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop)
+        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
     )
     return draw_group(
         policy, request, lambda seeds: draw(policy.model, policy.retained, seeds, sampling, observer=observer)
