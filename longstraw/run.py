@@ -43,6 +43,7 @@ KEYS = """\
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
+  rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
   claim=NAME                a name under which the analysis groups records
   mode=auto                 run, simulate (no hardware), emulate (one rank of many on one GPU), or auto: run
                             where the hardware is, else simulate

@@ -85,9 +85,9 @@ def find_scales(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> dict[
     return scales
 
 
-def read_config(folder: str | Path | None) -> dict[str, Any]:
-    """Return what a checkpoint's ``config.json`` says; empty where there is none."""
-    path = Path(folder or "") / "config.json"
+def read_config(folder: str | Path | None, name: str = "config.json") -> dict[str, Any]:
+    """Return what a checkpoint's ``config.json``, or other such file, says; empty where there is none."""
+    path = Path(folder or "").expanduser() / name
     if folder is None or not path.is_file():
         return {}
     with reading(path):
@@ -101,6 +101,23 @@ def placeholder_ids(folder: str | Path | None) -> dict[int, str]:
     """Return the token ids that images, video or audio would replace, with the keys of ``config.json`` that say so."""
     named = {key: value for key, value in read_config(folder).items() if _PLACEHOLDER.fullmatch(key)}
     return {value: key for key, value in named.items() if isinstance(value, int)}
+
+
+def end_tokens(folder: str | Path | None) -> list[int]:
+    """Return the token ids that end a response; empty where a checkpoint names none.
+
+    They are ``eos_token_id`` of its ``generation_config.json``, else of its ``config.json``, else the tokenizer's
+    ``eos_token``.
+    """
+    config = read_config(folder)
+    for values in (read_config(folder, "generation_config.json"), config, config.get("text_config") or {}):
+        found = values.get("eos_token_id")
+        if found is not None:
+            return list(found) if isinstance(found, list) else [found]
+    named = read_config(folder, "tokenizer_config.json").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    added = read_config(folder, "tokenizer.json").get("added_tokens", []) if text is not None else []
+    return [token["id"] for token in added if token["content"] == text]
 
 
 def check_adapter(folder: str | Path) -> None:

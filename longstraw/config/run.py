@@ -17,9 +17,10 @@ from longstraw.config.algorithm import AlgorithmConfig
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
-from longstraw.config.converted import is_unfetched
-from longstraw.config.data import DATA, DataConfig
+from longstraw.config.converted import checkpoint_folder, is_unfetched
+from longstraw.config.data import DATA, DataConfig, JsonlConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
+from longstraw.config.hf_files import end_tokens
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
 
@@ -140,9 +141,11 @@ class RunConfig:
     top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
     top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
     min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
-    stop: list[int] = number([], 0, 2**31 - 1)  # token ids that end a response, as its last token
+    stop: list[int] | None = number(None, 0, 2**31 - 1)  # token ids that end a response; null: the checkpoint's own
     resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
     mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
+    reward: str | None = None  # data=jsonl: package.module:function that rewards drawn responses, as in TRL or verl
+    reward_timeout: float | None = number(600.0, 0, 2**24, above=True)  # seconds one call of it may take; null: any
     measure_drift: bool = True  # where refresh_every > 1: compare with a freshly evaluated prompt
     steps: int = number(1, 1, STEPS)
     seed: int = number(0, 0, 2**63 - 1)
@@ -161,6 +164,8 @@ class RunConfig:
                 except ValueError as error:
                     raise ConfigError(f"{key}: {error}") from None
         check_ranges(self, "")
+        if self.stop is None:
+            self.stop = [] if self.rollout == "given" else self._end_tokens()
         if self.adapter.name == "auto":
             self.adapter = replace(self.adapter, name=self.model.default_adapter)
         self._check()
@@ -197,7 +202,14 @@ class RunConfig:
         if self.rollout == "given":
             if drawn_from_some or self.stop or self.resample or self.mask_truncated:
                 raise ConfigError("top_p, top_k, min_p, stop, resample and mask_truncated need rollout=sample")
+            if self.reward is not None:
+                raise ConfigError(f"reward={self.reward} is for drawn responses; leave it out, or use rollout=sample")
             return
+        if (self.data.name == "jsonl") != (self.reward is not None):
+            raise ConfigError(
+                f"reward={self.reward} with data={self.data.name}: data=jsonl needs reward=package.module:function for "
+                "drawn responses, and other tasks have their own"
+            )
         if self.mode in ("simulate", "emulate"):
             raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
         if self.hardware.world_size > 1:
@@ -209,6 +221,15 @@ class RunConfig:
             )
         if self.mask_truncated and not self.stop:
             raise ConfigError("mask_truncated=true needs stop=[...]: without a stop token every response is truncated")
+        if self.stop and max(self.stop) >= self.model.vocab_size:
+            raise ConfigError(f"stop={self.stop}: token ids are below the vocabulary size {self.model.vocab_size}")
+
+    def _end_tokens(self) -> list[int]:
+        """Return the end tokens of the checkpoint, or of the tokenizer that is given for random weights."""
+        checkpoint = self.model.checkpoint
+        if checkpoint is not None:
+            return [] if is_unfetched(checkpoint) else end_tokens(checkpoint_folder(checkpoint))
+        return end_tokens(self.data.tokenizer) if isinstance(self.data, JsonlConfig) else []
 
     @property
     def processes(self) -> HardwareConfig:

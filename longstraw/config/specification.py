@@ -17,6 +17,7 @@ FREE = (
     "hardware",
     "launch",
     "mode",
+    "reward_timeout",
     "save",
     "simulation",
     "state.device",

@@ -1,7 +1,12 @@
-"""The ``jsonl`` task: the user's own prompts, responses and rewards from a text file, one JSON object a line.
+"""The ``jsonl`` task: the user's own prompts from a text file, one JSON object a line, with responses or without.
 
     {"id": "a", "prompt": "text" | [ids] | [{"role": .., "content": ..}, ..], "tools": [{..}, ..]?,
      "responses": [{"text": ".." | "tokens": [ids], "reward": 1.0, "logprobs": [..]?, "loss_mask": [..]?}, ..]}
+
+With ``rollout=sample`` responses are drawn, and rewarded by the function that ``reward`` names. A line's responses are
+then not read, and its other keys are columns that the function gets, as in TRL:
+
+    {"id": "a", "prompt": as above, "tools": as above, "answer": "..", "difficulty": 3}
 
 UTF-8, with or without a byte order mark, LF or CRLF, not compressed; blank lines are skipped. Every line is read and
 checked once at the start, so that a bad line 900 does not stop a run on its second day; only line offsets are kept.
@@ -12,18 +17,24 @@ are taken. Text is tokenised as it is, with no token added at either end; chat m
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from longstraw.config import JsonlConfig, RunConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from longstraw.config import JsonlConfig, RunConfig, choose
 from longstraw.data.jsonl_schema import Parser
-from longstraw.data.task import DataError
+from longstraw.data.reward import call_reward, load_reward
+from longstraw.data.task import DataError, Example
 from longstraw.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from longstraw.group import Group
 
+T = TypeVar("T")
 SHOWN = 100  # skipped lines listed in the description, beside their number
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 BOM = b"\xef\xbb\xbf"
@@ -31,11 +42,12 @@ LOOKED_AT = 2**26  # bytes of the first line that are read before a job starts
 
 
 class JsonlTask:
-    """Read groups from a JSON-lines file, whose line offsets are kept."""
+    """Read groups, or prompts alone, from a JSON-lines file, whose line offsets are kept."""
 
     def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer) -> None:
         self._path, self._refresh_every = Path(data.path).expanduser(), config.refresh_every
-        self._parser = Parser(config, data, tokenizer)
+        self._parser, self._tokenizer, self._config = Parser(config, data, tokenizer), tokenizer, config
+        self._function = None if config.reward is None else load_reward(config.reward)
         self._places, self._numbers = array("Q"), array("Q")  # of the usable lines: byte offset and line number
         self._last: tuple[int, Group] | None = None
         skipped = self._index(data.on_error == "skip")
@@ -57,11 +69,12 @@ class JsonlTask:
 
     def _index(self, skip: bool) -> list[dict[str, Any]]:
         """Check every line and keep the offset of each usable one; return the lines that were skipped."""
+        parse = self._parser.group if self._config.rollout == "given" else self._parser.example
         seen: dict[str, int] = {}
         skipped: list[dict[str, Any]] = []
         for place, number, line in _lines(self._path):
             try:
-                name = self._parser.group(line, number).id
+                name = parse(line, number).id
                 if name in seen:
                     raise DataError(f"id {name!r} is that of line {seen[name]} too")
             except DataError as error:
@@ -82,13 +95,49 @@ class JsonlTask:
             self._last = (index, self._read(index))
         return self._last[1]
 
+    def example(self, number: int, split: str = "train") -> Example:
+        """Return the prompt of usable line ``number``, from the top again after the last; the only split is train."""
+        choose("split", split, ("train",))
+        return self._parsed(number % len(self._places), self._parser.example)
+
+    def reward(self, example: Example, responses: Sequence[NDArray[np.int64]]) -> list[float | None]:
+        """Return what the user's function says of each response, whose text is without its stop token.
+
+        Raises ``RewardError``.
+        """
+        if self._function is None:
+            raise DataError("drawn responses need a reward: reward=package.module:function")
+        source = example.source
+        if isinstance(source, list) and isinstance(source[0], int):  # a function of text cannot read token ids
+            source = self._tokenizer.decode(example.prompt)
+        stop = self._config.stop or ()
+        texts = [self._tokenizer.decode(ids[:-1] if ids[-1] in stop else ids) for ids in responses]
+        shown = replace(example, source=source)
+        return call_reward(self._function, shown, texts, responses, self._config.reward_timeout)
+
+    def golden(self, example: Example) -> NDArray[np.int64]:
+        """Return the token ids of the line's ``answer``; raise ``DataError`` where there is no such text."""
+        answer = example.columns.get("answer")
+        if not isinstance(answer, str) or not answer:
+            raise DataError(f"{self._path}: {example.id}: no text under answer, which would be the right response")
+        ids = self._tokenizer.encode(answer)
+        if len(ids) > self._config.response_length:
+            raise DataError(
+                f"{self._path}: {example.id}: the answer has {len(ids)} tokens, and "
+                f"response_length={self._config.response_length}"
+            )
+        return ids
+
     def _read(self, index: int) -> Group:
+        return self._parsed(index, self._parser.group)
+
+    def _parsed(self, index: int, parse: Callable[[bytes, int], T]) -> T:
         with self._path.open("rb") as file:
             file.seek(self._places[index])
             line = file.readline()
         number = self._numbers[index]
         try:
-            return self._parser.group(line, number)
+            return parse(line, number)
         except DataError as error:
             raise DataError(f"{self._path}:{number}: {error}; the file has changed since the run began") from None
 

@@ -1,4 +1,4 @@
-"""One line of a JSON-lines file to a group, or the reason why not."""
+"""One line of a JSON-lines file to a group or a prompt, or the reason why not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from longstraw.config import JsonlConfig, RunConfig
 from longstraw.config.hf_files import placeholder_ids
-from longstraw.data.task import DataError
+from longstraw.data.task import DataError, Example
 from longstraw.data.tokenizer import Tokenizer, check_text
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Parser:
         self._placeholders = placeholder_ids(config.model.checkpoint)
         self._group_size, self._response_length = config.group_size, config.response_length
         self._prompt_positions, self._truncate = config.prompt_positions, data.truncate
-        self.counting = True
+        self.counting, self._prompts_only = True, config.rollout != "given"
         self.truncated = self.left_out = 0
 
     def group(self, line: bytes, number: int) -> Group:
@@ -65,13 +65,25 @@ class Parser:
             self.left_out += len(items) - len(taken)
         return group
 
+    def example(self, line: bytes, number: int) -> Example:
+        """Return the prompt a line holds, its other keys as columns. Raises ``DataError``."""
+        fields = _fields(line)
+        prompt, truncated = self._fit(self._prompt(fields))
+        if self.counting:
+            self.truncated += truncated
+        columns = {key: value for key, value in fields.items() if key not in ("id", *LINE_KEYS)}
+        name = str(fields.get("id", f"line-{number}"))
+        return Example(prompt, name, columns, {"length": len(prompt)}, fields["prompt"])
+
     def check(self, line: bytes) -> None:
-        """Raise ``DataError`` for a line without a prompt that fits or enough responses; without torch.
+        """Raise ``DataError`` for a line without a prompt that fits or, where they are read, enough responses.
+
+        Without torch.
 
         Where there is no tokenizer text is not looked into.
         """
         fields = _fields(line)
-        items = self._items(fields.get("responses"))[: self._group_size]
+        items = [] if self._prompts_only else self._items(fields.get("responses"))[: self._group_size]
         if self._tokenizer is not None:
             self._fit(self._prompt(fields))
             for i, item in enumerate(items):

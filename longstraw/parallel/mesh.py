@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longstraw.errors import RankLostError, describe, status_of
 from longstraw.ops.host_sync import read_counts
 from longstraw.parallel.collectives import Group, labelled
 from longstraw.parallel.parallel_dims import ParallelDims
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,28 @@ class Mesh:
         with labelled("rounds"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp.get_group())
         return read_counts(most, [count])[0]
+
+    def decide(self, find: Callable[[], T]) -> T:
+        """Return on all ranks of this rank's prompt what the first of them finds by ``find``, called there alone.
+
+        What it raises there is raised there, and as ``RankLostError`` on the others.
+        """
+        group = self.cp.get_group()
+        first = dist.get_global_rank(group, 0)
+        answer: list[Any] = [None, None]  # what was found, or why nothing was
+        raised: Exception | None = None
+        if dist.get_rank() == first:
+            try:
+                answer[0] = find()
+            except Exception as error:
+                raised, answer[1] = error, (describe(error), status_of(error))
+        dist.broadcast_object_list(answer, src=first, group=group)
+        if raised is not None:
+            raise raised
+        if answer[1] is not None:
+            raise RankLostError(first, "its host", f"failed: {answer[1][0]}", answer[1][1])
+        found: T = answer[0]
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in their order."""

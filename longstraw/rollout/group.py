@@ -1,77 +1,105 @@
-"""A group made on its retained prompt: responses drawn from it and rewarded by the task."""
+"""What a source of responses gets and returns, and a group of drawn responses, rewarded by the task.
+
+Groups are made after the prefill. A source is a function from a ``Policy`` and a ``Request`` to a ``Rollout``;
+``sources`` lists them.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from longstraw.config import RunConfig
-from longstraw.data.task import Example, PromptTask
+from longstraw.data.task import Example, PromptTask, Task
 from longstraw.group import Group
 from longstraw.grpo import mask_truncated
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Observer
-from longstraw.rollout.sampling import Samples, Sampling, draw
+from longstraw.rollout.sampling import Samples
 from longstraw.step import Retained
+
+
+def _here(find: Callable[[], Any]) -> Any:
+    return find()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model and the prompt it has evaluated."""
+
+    model: Decoder
+    retained: Retained
+    decide: Callable[[Callable[[], Any]], Any] = _here  # one rank of the prompt finds it out, all get the result
+
+
+@dataclass(frozen=True)
+class Request:
+    """A group that a step needs: its prompt, and what its responses are made and rewarded with."""
+
+    prompt: Tensor  # [P], on the model's device
+    task: Task
+    config: RunConfig
+    step: int
+    number: int  # of the prompt within the run; each is drawn from once, so seeds follow from it
+    example: Example | None = None  # of a task that rewards any response
+    group: Group | None = None  # with the responses that the data hold
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A group and how it was drawn."""
+    """A group and how it came about."""
 
-    group: Group
-    sampled_positions: int  # of all draws, those with equal rewards included
-    resampled: int  # draws before this one, whose rewards were equal
-    truncated_fraction: float | None  # responses that no stop token ended; None: there is no stop token
-
-
-def sampling_of(config: RunConfig) -> Sampling:
-    """Return how a run draws its responses."""
-    return Sampling(
-        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop)
-    )
+    group: Group  # its prompt on the model's device, the rest on the host
+    sampled_positions: int = 0  # of all draws, those with equal rewards included
+    resampled: int = 0  # draws before this one, whose rewards were equal
+    truncated_fraction: float | None = None  # responses that no stop token ended; None: there is no stop token
 
 
-def response_seeds(seed: int, step: int, attempt: int, count: int) -> list[int]:
-    """Return one seed of 63 bits a response, by the run's ``seed``, the ``step`` and how often it was drawn before."""
-    return [random.Random(f"sample {seed} {step} {attempt} {i}").getrandbits(63) for i in range(count)]
+class Source(Protocol):
+    """Where the responses of a group come from. Every rank of the prompt calls it, and gets the same group."""
+
+    def __call__(self, policy: Policy, request: Request, observer: Observer) -> Rollout: ...
 
 
-def draw_group(
-    policy: tuple[Decoder, Retained],
-    task: PromptTask,
-    example: Example,
-    step: int,
-    config: RunConfig,
-    *,
-    observer: Observer,
-) -> Rollout:
-    """Draw a group on the retained prompt of ``example`` and reward it; again while its rewards are equal.
+def response_seeds(seed: int, number: int, attempt: int, count: int) -> list[int]:
+    """Return one seed of 63 bits a response, by the run's ``seed``, the prompt and how often it was drawn before."""
+    return [random.Random(f"sample {seed} {number} {attempt} {i}").getrandbits(63) for i in range(count)]
 
-    It is drawn again ``config.resample`` times at most. Log-probabilities are those at which tokens were drawn.
+
+def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Samples]) -> Rollout:
+    """Return a group that ``draw`` draws, a response for each seed it gets, and the task rewards.
+
+    It is drawn again while its rewards are equal, ``config.resample`` times at most. ``old_logprobs`` are those at
+    which the tokens were drawn.
     """
-    (model, retained), sampling, positions = policy, sampling_of(config), 0
+    config, positions = request.config, 0
     for attempt in range(config.resample + 1):
-        seeds = response_seeds(config.seed, step, attempt, config.group_size)
-        samples = draw(model, retained, seeds, sampling, observer=observer)
+        samples = draw(response_seeds(config.seed, request.number, attempt, config.group_size))
         positions += sum(map(len, samples.responses))
-        rewards = rewards_of(task, example, samples)
+        rewards: list[float] = policy.decide(partial(rewards_of, request, samples))
         if min(rewards) != max(rewards):
             break
-    group = Group(retained.prompt, samples.responses, rewards, old_logprobs=samples.logprobs, id=example.id)
+    assert request.example is not None
+    group = Group(request.prompt, samples.responses, rewards, old_logprobs=samples.logprobs, id=request.example.id)
     truncated = [not ended for ended in samples.ended]
     if config.mask_truncated:
         masks = [torch.ones_like(response, dtype=torch.bool) for response in samples.responses]
         group = replace(group, loss_masks=mask_truncated(masks, truncated))
-    fraction = sum(truncated) / len(truncated) if sampling.stop else None
-    return Rollout(group.to(retained.prompt.device), positions, attempt, fraction)
+    fraction = sum(truncated) / len(truncated) if config.stop else None
+    return Rollout(group.to(policy.retained.prompt.device), positions, attempt, fraction)
 
 
-def rewards_of(task: PromptTask, example: Example, samples: Samples) -> list[float]:
+def rewards_of(request: Request, samples: Samples) -> list[float]:
     """Return the rewards of drawn responses; raise ``ValueError`` where none applies to one of them."""
+    task, example = request.task, request.example
+    assert isinstance(task, PromptTask)
+    assert example is not None
     rewards: Sequence[float | None] = task.reward(example, [response.numpy() for response in samples.responses])
     known = [reward for reward in rewards if reward is not None]
     if len(known) < len(rewards):

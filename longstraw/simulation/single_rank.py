@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sampled_chunks
 from longstraw.training.trainer import Trainer
 
+T = TypeVar("T")
 TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
 
 
@@ -38,6 +39,9 @@ def sample_model(trainer: Trainer, *, blocks: bool) -> None:
 
 class SingleRankMesh(Mesh):
     """A mesh of which one rank is there."""
+
+    def decide(self, find: Callable[[], T]) -> T:
+        return find()
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.sizes.world

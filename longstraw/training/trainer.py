@@ -17,7 +17,6 @@ from torch import Tensor
 
 from longstraw.config import RunConfig
 from longstraw.data import Task, build_task
-from longstraw.data.task import DataError, PromptTask
 from longstraw.group import Group
 from longstraw.grpo import advantages, branch_losses
 from longstraw.memory.estimate import known
@@ -30,10 +29,10 @@ from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
-from longstraw.rollout.group import Rollout, draw_group
+from longstraw.rollout.group import Policy, Rollout
+from longstraw.rollout.sources import SOURCES, request_group
 from longstraw.step import (
     PreparedGroup,
-    Retained,
     StepOptions,
     StepResult,
     check_group,
@@ -49,12 +48,9 @@ from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
 
 
-def group_number(step: int, every: int, dp: int, dp_rank: int) -> int:
-    """Return the step at which one prompt after the other would reach this one's group.
-
-    A task gives the same group for ``every`` steps in a row, so groups are ``every`` apart.
-    """
-    return (step // every * dp + dp_rank) * every
+def prompt_number(step: int, every: int, dp: int, dp_rank: int) -> int:
+    """Return which of the run's prompts a step takes: ``every`` steps share one, prompts side by side take one each."""
+    return step // every * dp + dp_rank
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,8 @@ class SharedPrompt:
     """A group with its retained prompt, which several optimizer steps may share; ``age`` counts those before."""
 
     prepared: PreparedGroup
+    rollout: Rollout
     age: int = 0
-    rollout: Rollout | None = None  # how the group was drawn, if it was
-
-    @property
-    def teaches(self) -> bool:
-        """Whether the loss can have a gradient: not so for a drawn group of equal rewards without a KL term."""
-        equal = min(self.group.rewards) == max(self.group.rewards)
-        return self.rollout is None or not equal or self.prepared.reference_logprobs is not None
 
     @property
     def group(self) -> Group:
@@ -77,7 +67,7 @@ class SharedPrompt:
 
     def older(self) -> SharedPrompt:
         """Return what the next step has of it: nothing is evaluated for it again."""
-        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.age + 1, self.rollout)
+        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.rollout, self.age + 1)
 
 
 @dataclass
@@ -113,7 +103,8 @@ class Trainer:
         begun = time.perf_counter()
         optimizer_held = bool(self.optimizer.state())  # made by the first step's update
         shared = self._prompt(step)
-        if shared.teaches:
+        teaches = self._teaches(shared)
+        if teaches:
             result = finish_step(self.model, shared.prepared, self.options, observer=self.watch)
         else:
             result = skip_step(shared.prepared)
@@ -121,9 +112,9 @@ class Trainer:
             self.shared = None
         seconds = time.perf_counter() - begun
         with self.watch.aside():
-            drift = self._drift(shared, result) if shared.teaches else {}
+            drift = self._drift(shared, result) if teaches else {}
         begun = time.perf_counter()
-        norm = self._update(result.loss) if shared.teaches else 0.0
+        norm = self._update(result.loss) if teaches else 0.0
         seconds += time.perf_counter() - begun
         self.watch.peaks.collect()
         row = {**self._measured(shared, result, optimizer_held), **self.loss_metrics(shared, result), **drift}
@@ -139,38 +130,42 @@ class Trainer:
             self.shared = self.shared.older()
             return self.shared
         self.shared = None  # the old prompt's state is gone before the new one's is made
-        algorithm, retained, rollout = self.config.algorithm, None, None
-        if self.config.rollout == "sample":
-            rollout, retained = self._sample(step)
-        group = self.task.group(self._groups_before(step)) if rollout is None else rollout.group
-        check_group(group, self.model, algorithm, has_reference=True)
-        group = group.to(self.model.lm_head.weight.device)
-        self.watch.meter.tag("inputs", group.prompt)
-        self.watch.meter.tag("inputs", group.responses, host=True)
-        reference = None
-        if algorithm.kl_coef:
-            with nullcontext() if self.reference is not None else adapters_off(self.model):
-                reference = self._score_fresh(self.reference or self.model, group)
-        prepared = prepare_group(
-            self.model, group, self.options, reference_logprobs=reference, retained=retained, observer=self.watch
+        options, device = self.options, self.model.lm_head.weight.device
+        request = request_group(self.task, self.config, step, self._number(step), device)
+        self.watch.meter.tag("inputs", request.prompt)
+        # the reference evaluates its own prompt, if it can before the policy's is held
+        reference = None if request.group is None else self._accept(request.group)
+        retained = prefill(
+            self.model,
+            request.prompt,
+            chunk=options.chunk,
+            grad_from=options.grad_from(request.prompt),
+            state=options.state,
+            observer=self.watch,
         )
-        self.shared = SharedPrompt(prepared, rollout=rollout)
+        policy = Policy(self.model, retained, *([] if self.parallel is None else [self.parallel.mesh.decide]))
+        rollout = SOURCES[self.config.rollout](policy, request, self.watch)
+        if request.group is None:
+            reference = self._accept(rollout.group)
+        prepared = prepare_group(
+            self.model,
+            rollout.group,
+            options,
+            reference_logprobs=reference,
+            retained=retained,
+            observer=self.watch,
+        )
+        self.shared = SharedPrompt(prepared, rollout)
         return self.shared
 
-    def _sample(self, step: int) -> tuple[Rollout, Retained]:
-        """Evaluate this step's prompt, and draw and reward its responses: the same ones whenever it is taken."""
-        if not isinstance(self.task, PromptTask):
-            raise DataError(f"data={self.config.data.name} gives no reward for drawn responses; use rollout=given")
-        options = self.options
-        example = self.task.example(step // self.config.refresh_every)
-        prompt = torch.from_numpy(example.prompt).to(self.model.lm_head.weight.device)
-        self.watch.meter.tag("inputs", prompt)
-        grad_from = options.grad_from(prompt)
-        retained = prefill(
-            self.model, prompt, chunk=options.chunk, grad_from=grad_from, state=options.state, observer=self.watch
-        )
-        policy = (self.model, retained)
-        return draw_group(policy, self.task, example, step, self.config, observer=self.watch), retained
+    def _accept(self, group: Group) -> list[Tensor] | None:
+        """Check a group; return its log-probabilities under the reference, None where the loss has no KL term."""
+        check_group(group, self.model, self.config.algorithm, has_reference=True)
+        self.watch.meter.tag("inputs", group.responses, host=True)
+        if not self.config.algorithm.kl_coef:
+            return None
+        with nullcontext() if self.reference is not None else adapters_off(self.model):
+            return self._score_fresh(self.reference or self.model, group)
 
     def _score_fresh(self, model: Decoder, group: Group) -> list[Tensor]:
         """Return the log-probabilities of a group's responses on a prompt that is evaluated for them alone."""
@@ -184,11 +179,21 @@ class Trainer:
             observer=self.watch,
         )
 
-    def _groups_before(self, step: int) -> int:
-        """Return the number that this rank's task knows its group by: prompts side by side take one each."""
+    def _number(self, step: int) -> int:
+        """Return which of the run's prompts this rank takes."""
         if self.parallel is None:
-            return step
-        return group_number(step, self.config.refresh_every, self.parallel.mesh.sizes.dp, self.parallel.mesh.dp_rank)
+            return prompt_number(step, self.config.refresh_every, 1, 0)
+        mesh = self.parallel.mesh
+        return prompt_number(step, self.config.refresh_every, mesh.sizes.dp, mesh.dp_rank)
+
+    def _teaches(self, shared: SharedPrompt) -> bool:
+        """Return whether the loss can have a gradient: not so for drawn groups of equal rewards without a KL term.
+
+        All ranks take part in every pass, so one such group is replayed where a prompt beside it teaches.
+        """
+        equal = min(shared.group.rewards) == max(shared.group.rewards)
+        own = self.config.rollout == "given" or not equal or shared.prepared.reference_logprobs is not None
+        return bool(self.model.agree(int(own)))
 
     def _scorings(self) -> int:
         """Return how often the responses are evaluated without a graph on a fresh prompt."""
@@ -243,7 +248,7 @@ class Trainer:
         prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
         fresh = shared.age == 0
         prediction = None
-        if shared.rollout is None:  # drawing has no count yet
+        if self.config.rollout == "given":  # drawing has no count yet
             prediction = known(
                 self.config,
                 prompt_positions=prompt_positions,
@@ -285,7 +290,7 @@ class Trainer:
             "host_bytes": peaks.host,
             "bytes_sent_by_collective": self.watch.traffic and self.watch.traffic.by_collective(),
             "seconds_by_verb": dict(self.watch.seconds),
-            "flops": flops if self.config.adapter.name == "none" and shared.rollout is None else None,
+            "flops": flops if self.config.adapter.name == "none" and self.config.rollout == "given" else None,
             "recompute_difference": result.recompute_difference,
             "response_length_mean": statistics.fmean(responses),
             **self._sampled(shared),
@@ -294,7 +299,7 @@ class Trainer:
     def _sampled(self, shared: SharedPrompt) -> dict[str, Any]:
         """Return what the record says of drawing, in the step that drew."""
         rollout = shared.rollout
-        if rollout is None or shared.age:
+        if not rollout.sampled_positions or shared.age:
             return {"sampled_positions": 0}
         return {
             "sampled_positions": rollout.sampled_positions,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from longstraw.errors import RankLostError
 from longstraw.memory.meter import MemoryMeter
 from longstraw.observer import Observer
 from longstraw.ops.host_sync import use_stated_counts
@@ -21,7 +22,7 @@ from longstraw.parallel.comm_meter import TrafficMeter
 from longstraw.parallel.fsdp import local_gradient, total_norm
 from longstraw.parallel.latent_context_parallel import SpreadLatent, select_rows
 from longstraw.parallel.mesh import build_mesh
-from longstraw.parallel.parallel_dims import resolve_dims
+from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import parallelize
 from longstraw.state import Appended
 from longstraw.step import prefill
@@ -155,6 +156,23 @@ def _chosen(group, q, weights, keys, count, cuts):
     rows = select_rows(q[chunk.own], weights[chunk.own], keys[own], before, count, spread)
     held = [i for span in (*spans, (own.start, own.stop)) for i in range(*span)]
     return [{held[row] for row in line if row >= 0} for line in rows.tolist()]
+
+
+def decided(world, dp, fails):
+    """Return what ranks of ``dp`` prompts hold after one of each prompt has decided, or failed, and who was asked."""
+    mesh = build_mesh(ParallelDims(dp, world // dp, 1), "cpu")
+    asked = []
+
+    def find():
+        asked.append(dist.get_rank())
+        if fails:
+            raise KeyError("no reward")
+        return {"rewards": [0.5, dist.get_rank()]}
+
+    try:
+        return mesh.decide(find), asked
+    except (KeyError, RankLostError) as error:
+        return f"{type(error).__name__}: {error}", asked
 
 
 def updates(case, groups, world, config, steps):

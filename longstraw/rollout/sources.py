@@ -1,0 +1,45 @@
+"""The sources of responses by the name that ``rollout`` has for them, and what a step asks them for."""
+
+from __future__ import annotations
+
+import torch
+
+from longstraw.config import RunConfig
+from longstraw.data.task import DataError, PromptTask, Task
+from longstraw.observer import Observer
+from longstraw.rollout.group import Policy, Request, Rollout, Source, draw_group
+from longstraw.rollout.sampling import Sampling, draw
+
+
+def request_group(task: Task, config: RunConfig, step: int, number: int, device: torch.device) -> Request:
+    """Return what ``step`` asks a source for: prompt ``number`` of the run, on ``device``, the same at every call.
+
+    Raises ``DataError`` for a task that does not have what ``config.rollout`` needs.
+    """
+    if config.rollout == "given":
+        group = task.group(number * config.refresh_every).to(device)  # tasks count steps
+        return Request(group.prompt, task, config, step, number, group=group)
+    if not isinstance(task, PromptTask):
+        raise DataError(f"data={config.data.name} gives no reward for drawn responses; use rollout=given")
+    example = task.example(number)
+    return Request(torch.from_numpy(example.prompt).to(device), task, config, step, number, example=example)
+
+
+def give(policy: Policy, request: Request, observer: Observer) -> Rollout:
+    """Return the group that the data hold."""
+    assert request.group is not None
+    return Rollout(request.group)
+
+
+def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
+    """Return a group drawn from the retained prompt by the model that is trained."""
+    config = request.config
+    sampling = Sampling(
+        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
+    )
+    return draw_group(
+        policy, request, lambda seeds: draw(policy.model, policy.retained, seeds, sampling, observer=observer)
+    )
+
+
+SOURCES: dict[str, Source] = {"given": give, "sample": sample}
