@@ -117,6 +117,29 @@ def test_the_multimodal_class_goes_in_and_out(published, tmp_path, caplog):
     assert furthest(score_fresh(load_model(tmp_path / "saved"), group, chunk=64), after) < SAME
 
 
+def test_a_tied_head_goes_in_and_out(tmp_path):
+    """Qwen3.5's checkpoints up to 4B have no head of their own; transformers reads the outer object's flag."""
+    config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    enlarge(theirs.named_parameters())
+    theirs.save_pretrained(tmp_path / "base")
+    assert "lm_head.weight" not in stored(tmp_path / "base")
+    model = load_model(tmp_path / "base")
+    group = make_group(model, 65, (12, 9))
+    assert furthest(score_fresh(model, group, chunk=64), their_logprobs(theirs, group)) < SAME
+    group, _, after = stepped(model)
+    save_model(model, tmp_path / "saved")
+    assert "lm_head.weight" not in stored(tmp_path / "saved")
+    again, info = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert furthest(their_logprobs(again, group), after) < SAME
+
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"1 tensors of the model are missing: lm_head\.weight"):
+        load_model(tmp_path / "saved")
+
+
 def test_a_cut_says_that_it_predicts_no_further_tokens(published, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="longstraw"):
         save_model(load_model(published[0], num_hidden_layers=2), tmp_path / "cut")
