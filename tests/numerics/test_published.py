@@ -288,9 +288,19 @@ def test_other_quantisations_are_refused_by_config(fp8, tmp_path):
         read_model_config(folder)
 
 
-def test_narrowing_is_said(fp8, published, caplog):
+def test_wide_tensors_of_a_narrow_checkpoint_are_rounded_as_transformers_does(published, tmp_path, caplog):
+    """Decays and norms in float32 beside bfloat16 matrices; a float32 model keeps them as they are."""
+    transformers.Qwen3_5ForCausalLM(published[1].config.text_config).bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    wide = {n: torch.rand(t.shape) for n, t in tensors.items() if n.endswith("A_log") or "norm" in n}
+    save_file(tensors | wide, tmp_path / SINGLE, metadata={"format": "pt"})
+    theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
     with caplog.at_level(logging.WARNING, logger="longstraw"):
-        load_model(fp8)
-        assert "are wider than" not in caplog.text
-        load_model(published[0], dtype="bfloat16")
-    assert "tensors are wider than bfloat16 and are rounded" in caplog.text
+        rounded = load_model(tmp_path).state_dict()
+    assert f"{len(wide)} tensors are wider than bfloat16 and are rounded: model.layers.0" in caplog.text
+    assert all(tensor.dtype == theirs[n].dtype and torch.equal(tensor, theirs[n]) for n, tensor in rounded.items())
+    assert not any(torch.equal(rounded[n], tensor) for n, tensor in wide.items())
+    caplog.clear()
+    kept = load_model(tmp_path, dtype="float32").state_dict()
+    assert not caplog.records
+    assert all(torch.equal(kept[n], tensor) for n, tensor in wide.items())
