@@ -67,7 +67,7 @@ def compose(typed: dict[str, Any]) -> RunConfig:
 
 
 def cases(typed: dict[str, Any]) -> Iterator[RunConfig]:
-    """Yield every way to train that ``typed`` leaves open; a detached prompt owes its state no gradient."""
+    """Yield every way to train that ``typed`` leaves open; a detached prompt's state has no gradient."""
     base = compose(typed)
     choices = [axis if key not in typed else (typed[key],) for key, axis in AXES.items()]
     for grad, adapter, optimizer, gradient_dtype, device in itertools.product(*choices):

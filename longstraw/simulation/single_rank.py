@@ -22,7 +22,7 @@ from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sampled_chunks
 from longstraw.training.trainer import Trainer
 
-TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
+TIMES = ("seconds", "seconds_by_verb")  # where work was left out they are not the step's
 
 
 def sample_model(trainer: Trainer, *, blocks: bool) -> None:
