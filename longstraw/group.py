@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from longstraw.units import finite_number
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,9 @@ def _token_ids(values: Any, what: str) -> Tensor:
 
 def _reward(value: Any, i: int) -> float:
     try:
-        reward = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"reward of response {i}: {value!r} is no number") from None
-    if not math.isfinite(reward):
-        raise ValueError(f"reward of response {i}: {reward}, must be finite")
-    return reward
+        return finite_number(value)
+    except ValueError as error:
+        raise ValueError(f"reward of response {i}: {error}") from None
 
 
 def _mask(values: Any, i: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 A table of the largest context that fits for each way to train: prompt gradient, trained set, optimizer, dtype of the
 state's gradient, and whether the retained rows lie on the GPU or in host pages. A key that is given holds in every row;
-any key of a job may be. With ``context=...`` each row also names the smallest hardware of that kind that holds it.
-Steps after the first are meant, in which AdamW has its state. Host memory counts where ``hardware.host_memory_gb``
-says how much a node has.
+any key of a job may be; with ``model.checkpoint=FOLDER`` the sizes are its own. With ``context=...`` each row also
+names the smallest hardware of that kind that holds it. Steps after the first are meant, in which AdamW has its state.
+Host memory counts where ``hardware.host_memory_gb`` says how much a node has.
 
 ``mode=simulate`` counts one case at its own length. Here each way is counted at two short ones, with most blocks left
 out, and follows the straight line through both: within 1.6 % of it. That takes minutes, and a second when asked
@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.config import ConfigError, RunConfig, from_dict, option
+from longstraw.config import ConfigError, RunConfig, option, with_checkpoint_sizes
 from longstraw.config.overrides import Typed, check, plain_value
 from longstraw.config.settings import read_arguments
 from longstraw.memory.fit import LONGEST, Fitting, count, largest_context, limit_bytes, ranks_text, smallest_hardware
@@ -63,11 +63,11 @@ def compose(typed: dict[str, Any]) -> RunConfig:
             place[last] = value
         elif key not in DEFAULTS:
             values[key] = value
-    return from_dict(values)
+    return with_checkpoint_sizes(values)
 
 
 def cases(typed: dict[str, Any]) -> Iterator[RunConfig]:
-    """Yield every way to train that ``typed`` leaves open; a detached prompt owes its state no gradient."""
+    """Yield every way to train that ``typed`` leaves open; a detached prompt's state has no gradient."""
     base = compose(typed)
     choices = [axis if key not in typed else (typed[key],) for key, axis in AXES.items()]
     for grad, adapter, optimizer, gradient_dtype, device in itertools.product(*choices):

@@ -1,12 +1,14 @@
-"""Parse counts such as 2.1M or 256Ki, and format counts, bytes and seconds for people.
+"""Parse counts such as 2.1M or 256Ki, and other numbers; format counts, bytes and seconds for people.
 
 ``2.1M`` and ``256K`` are powers of ten, ``2Mi`` and ``256Ki`` powers of two. One GB is 10^9 bytes, one GiB is 2^30.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
+from typing import Any
 
 GB = 10**9
 GIB = 2**30
@@ -34,6 +36,19 @@ def parse_count(value: int | float | str, *, least: float = 1, most: float = 2**
     if count > most:
         raise ValueError(f"must be at most {most:,}: {value!r}")
     return int(count)
+
+
+def finite_number(value: Any) -> float:
+    """Return ``value``, a number of Python, NumPy or PyTorch, as a float; raise ``ValueError`` for text and NaN."""
+    try:
+        number = float(value) if not isinstance(value, str) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise ValueError(f"{value!r:.100} is no number")
+    if not math.isfinite(number):
+        raise ValueError(f"{number}, must be finite")
+    return number
 
 
 def format_count(count: int) -> str:

@@ -32,6 +32,7 @@ from longstraw.config.run import (
     gradient_start,
     schema_of,
     to_dict,
+    with_checkpoint_sizes,
 )
 
 __all__ = [
@@ -75,4 +76,5 @@ __all__ = [
     "schema_of",
     "to_dict",
     "use_conf_dirs",
+    "with_checkpoint_sizes",
 ]

@@ -91,7 +91,7 @@ def read_model_config(folder: str | Path, **overrides: Any) -> ModelConfig:
     text = dict(_object(path, "text_config", outer.get("text_config") or outer))
     said = (holder.get(key) for holder in (text, outer) for key in ("dtype", "torch_dtype"))  # before transformers 5
     text["dtype"] = next(filter(None, said), None)
-    text.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings"))
+    text["tie_word_embeddings"] = outer.get("tie_word_embeddings", text.get("tie_word_embeddings"))  # as transformers
     _check_quantization(path, outer.get("quantization_config") or text.get("quantization_config"))
     architecture = _architecture(path, text)
     family = ARCHITECTURES[architecture]

@@ -309,20 +309,31 @@ def from_composed(composed: Any) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
-    config = from_dict({str(key): value for key, value in values.items()})
+    return with_checkpoint_sizes({str(key): value for key, value in values.items()})
+
+
+def with_checkpoint_sizes(values: Mapping[str, Any]) -> RunConfig:
+    """Return the run of ``from_dict``; where ``model.checkpoint`` names a checkpoint, with the sizes of its own file.
+
+    Fields of the model that differ from its file in ``conf/model`` were typed, and hold before the checkpoint's.
+    """
+    config = from_dict(values)
     if config.model.checkpoint is not None and not is_unfetched(config.model.checkpoint):
-        kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
-        if config.model.rope_scaling.factor != 1:
-            kept["rope_scaling"] = values["model"]["rope_scaling"]  # as typed: its native length is the checkpoint's
+        kept = {key: getattr(config.model, key) for key in _NOT_OF_CHECKPOINT}
         config.model = read_model_config(config.model.checkpoint, **_typed_sizes(values["model"]), **kept)
     return config
 
 
+_NOT_OF_CHECKPOINT = ("dtype", "rope_angles", "chunk", "response_length")
+
+
 def _typed_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a composed model that differ from its file in ``conf/model``."""
-    listed: Any = OmegaConf.merge(OmegaConf.structured(schema_of("model", model)), option("model", model["name"]))
-    others = ("checkpoint", "dtype", "rope_angles", "chunk", "response_length", "rope_scaling")
-    return {key: value for key, value in model.items() if key not in others and value != listed[key]}
+    schema = OmegaConf.structured(schema_of("model", model))
+    listed: Any = OmegaConf.merge(schema, option("model", model["name"]))
+    given: Any = OmegaConf.merge(schema, dict(model))
+    others = ("checkpoint", *_NOT_OF_CHECKPOINT)
+    return {key: value for key, value in model.items() if key not in others and given[key] != listed[key]}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

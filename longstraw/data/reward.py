@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longstraw.data.task import DataError, Example
+from longstraw.units import finite_number
 
 SHOWN = 400  # characters of a response in a message
 VERL = ("data_source", "solution_str", "ground_truth")
@@ -113,11 +113,6 @@ def _checked(value: Any, text: str) -> float | None:
     if value is None:
         return None
     try:
-        if isinstance(value, str):
-            raise TypeError
-        reward = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise RewardError(f"the reward is {value!r:.100}, no number or None; response: {text[:SHOWN]!r}") from None
-    if not math.isfinite(reward):
-        raise RewardError(f"the reward is {reward}, must be finite; response: {text[:SHOWN]!r}")
-    return reward
+        return finite_number(value)
+    except ValueError as error:
+        raise RewardError(f"the reward must be a number or None: {error}; response: {text[:SHOWN]!r}") from None

@@ -11,7 +11,7 @@ KINDS = (
     "state_gradient",
     "snapshots",
     "activations",
-    "workspace",  # what a kernel takes beside its results, where ``ops.scratch`` stands for it
+    "workspace",  # what a kernel takes beside its results; on fake tensors ``ops.fake_workspace`` allocates it
     "communication",  # what collectives send from and receive into, as long as it lives
     "inputs",
 )

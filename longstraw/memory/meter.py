@@ -15,10 +15,11 @@ What is seen, and what is not:
   make an argument's storage known. `UntypedStorage.resize_` does, for its bytes are new; so does `set_` to a storage.
 * Results, not scratch memory inside an operation. In `torch.inference_mode` composite operations arrive whole, and
   what they allocate and free on the way is such scratch. Sparse tensors have no storage and count 0.
-* Host memory that stands beside a device's, as page-locked memory does, is counted apart and is no part of the peaks:
-  what `ops.staging.host_empty` makes, and what `tag` is told lies there.
-* Fake tensors count the bytes they stand for, if the meter is entered inside their `FakeTensorMode`. Those of a mode
-  entered later are left out: DTensor's shape propagation makes such, and they are no memory. Meta tensors count.
+* Host memory used beside a device's, page-locked or not, is counted apart and is no part of the peaks: what
+  `ops.host_offload.host_empty` makes, and what `tag` gets with `host=True`.
+* Fake tensors count the bytes of the tensors they replace, if the meter is entered inside their `FakeTensorMode`.
+  Those of a mode entered later are left out: DTensor's shape propagation makes such, and they are no memory. Meta
+  tensors count.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class MemoryMeter(TorchDispatchMode):
         self._at_peak = True
         self._kinds_at_peak = dict(self._by_kind)
 
-    # What is told
+    # What callers report
 
     @contextmanager
     def verb(self, name: str) -> Iterator[None]:
@@ -135,14 +136,14 @@ class MemoryMeter(TorchDispatchMode):
         """
         if kind not in self._by_kind:
             raise ValueError(f"unknown kind {kind!r}; the kinds are {', '.join(KINDS)}")
-        told: dict[int, int] = {}
+        tagged: dict[int, int] = {}
         for tensor in _tensors(tensors):
             for plain in _plain_tensors(tensor):
                 storage = _storage_of(plain)
                 if storage is not None:
                     entry = self._entry(storage, kind, host)
-                    told[entry.key] = entry.size
-        return sum(told.values())
+                    tagged[entry.key] = entry.size
+        return sum(tagged.values())
 
     def watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Tag the gradients of these parameters, now and as the backward pass makes them, until the meter is left."""
@@ -207,7 +208,7 @@ class MemoryMeter(TorchDispatchMode):
                     self._entry(storage, kind)
 
     def _see(self, results: Any, func: Any, args: Any, kwargs: Any) -> None:
-        """Count the storages of an operation's results, but those of arguments that nobody told us of."""
+        """Count the storages of an operation's results, but those of arguments that are not known yet."""
         for result in results:
             if isinstance(result, torch.Tensor):
                 storage = _storage_of(result)
@@ -227,7 +228,7 @@ class MemoryMeter(TorchDispatchMode):
         """Find or register a storage, moved to `kind` if one is given, and to host memory if so."""
         key = storage._cdata
         entry = self._live.get(key)
-        # Addresses are used again. The weak reference tells of the end first; identity is compared all the same.
+        # Addresses are used again. The weak reference ends the old entry first; identity is compared all the same.
         if entry is None or entry() is not storage:
             if entry is not None:
                 self._gone(entry)

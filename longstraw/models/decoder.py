@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         )
         self.model = Trunk(config, blocks, norm)
         self.lm_head: nn.Linear | TiedHead
-        if config.tied_embeddings:
+        if config.tie_word_embeddings:
             self.lm_head = TiedHead(self.model.embed_tokens)
         else:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -30,7 +30,7 @@ def to_hf_config(config: ModelConfig, dtype: str, copied: Sequence[str] = ()) ->
     left_out = _OWN | _ROPE | config.not_in_hf
     ours = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in left_out}
     written |= {key: value for key, value in ours.items() if value is not None}
-    written |= {"dtype": dtype, "hidden_act": "silu", "tie_word_embeddings": config.tied_embeddings}
+    written |= {"dtype": dtype, "hidden_act": "silu"}
     written["rope_parameters"] = _rope(config, written.get("rope_parameters") or {})
     if not any(name.startswith(("mtp.", "model.layers.")) for name in copied):
         written |= {key: 0 for key in _FURTHER_TOKENS if key in written}
@@ -39,7 +39,7 @@ def to_hf_config(config: ModelConfig, dtype: str, copied: Sequence[str] = ()) ->
         return written
     del written["architectures"]
     kept = {key: value for key, value in outer.items() if key not in ("torch_dtype", "quantization_config")}
-    return kept | {"text_config": written, "dtype": dtype, "tie_word_embeddings": config.tied_embeddings}
+    return kept | {"text_config": written, "dtype": dtype, "tie_word_embeddings": config.tie_word_embeddings}
 
 
 def saved_class(config: ModelConfig) -> str:

@@ -2,8 +2,8 @@
 
 The device holds what the played rank would hold and computes what it would compute, the other ranks' part excepted:
 collectives allocate their results and send nothing. So what a step takes on many GPUs is measured on one, but for the
-time that communication takes. Chunks and branches that repeat are stepped over (see ``stepped``), and the step's time
-is not told then, unless ``simulation.every`` is set.
+time that communication takes. Chunks and branches that repeat are left out (``sampled_model``), and then the step has
+no time, unless ``simulation.every`` is set.
 """
 
 from __future__ import annotations

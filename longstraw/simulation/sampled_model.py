@@ -1,4 +1,4 @@
-"""A model that is evaluated where a step's peak is decided and stood in for elsewhere, so that a step takes minutes.
+"""A model that is evaluated where a step's peak is decided; elsewhere only sizes are allocated: a step takes minutes.
 
 Of chunks the first and the last two are evaluated, of branches the first two and the last one. Between them sizes
 are affine in a chunk's start, so none is larger than both ends. Blocks of one kind hold alike, but for what the blocks
@@ -21,10 +21,10 @@ from longstraw.state import Carried, Past, RetainedState, Tensors
 
 
 class SampledModel:
-    """A model that evaluates the chunks, branches and blocks that decide a step's peak, and stands in for the others.
+    """A model that evaluates the chunks, branches and blocks that can set a step's peak, and replaces the others.
 
     What is held grows from block to block, from chunk to chunk and not from branch to branch. So of blocks alike the
-    ends are evaluated, which hold least and most. What stands in for the rest allocates what stays of it: its output,
+    ends are evaluated, which hold least and most. What replaces the rest allocates what stays of it: its output,
     its rows and, in the first backward, the gradients of its parameters.
     """
 
@@ -85,7 +85,7 @@ class Made:
 
 
 class SampledBlock:
-    """A block that is evaluated, or stood in for."""
+    """A block that is evaluated, or replaced by allocations of the same sizes."""
 
     def __init__(self, block: Block, evaluated: bool, made: Made, make_gradient: Callable[[nn.Parameter], object]):
         self._block, self._evaluated, self._made = block, evaluated, made
@@ -110,7 +110,7 @@ class SampledBlock:
         return _SameSize.apply(x, self._gradients, *summary), update, handed
 
     def update(self, past: Past, count: int) -> Tensors:
-        """Return an update of the right sizes; what a summary owes passes through as if it had not changed."""
+        """Return an update of the right sizes; a summary's gradient passes through as if it had not changed."""
         rows, device = self._made.rows.items(), next(self._block.parameters()).device
         if self.carried:
             return {name: _SameSize.apply(past[name], None) for name, _ in rows}
@@ -154,7 +154,7 @@ class _SameSize(torch.autograd.Function):
 
 
 class _KeepGradient(torch.autograd.Function):
-    """Rows that are made of ``x``, so that what they are owed is carried as far as their block."""
+    """Rows computed from ``x``, so that their gradient is kept until the backward of their block."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ would take; the process group sends nothing. What is allocated is counted as in 
 storages. So a peak is known without a GPU, a network or weights. It is a count of what the program asks for: what the
 CUDA context, NCCL and the allocator's gaps take beside it is ``hardware.reserve_gb``.
 
-Work that repeats is stepped over (see ``stepped``), unless ``simulation.every`` is set.
+Work that repeats is left out (``sampled_model``), unless ``simulation.every`` is set.
 """
 
 from __future__ import annotations

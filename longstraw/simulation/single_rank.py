@@ -23,7 +23,7 @@ from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sam
 from longstraw.training.trainer import Trainer
 
 T = TypeVar("T")
-TIMES = ("seconds", "seconds_by_verb")  # where work was stepped over they are not the step's
+TIMES = ("seconds", "seconds_by_verb")  # where work was left out they are not the step's
 
 
 def sample_model(trainer: Trainer, *, blocks: bool) -> None:

@@ -144,6 +144,20 @@ def test_a_checkpoints_own_sizes_hold(tmp_path):
     assert (cut.model.num_hidden_layers, cut.model.hidden_size) == (2, 96)  # what is typed stands before both
 
 
+def test_a_checkpoints_own_angles_hold_unless_typed(tmp_path):
+    """Llama-3.2-1B's, loaded with model=llama_3_1_8b, whose file in conf says a factor of 8."""
+    scaling = {"rope_type": "llama3", "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    scaling |= {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes = {key: value for key, value in to_dict(load_model_config("llama_3_1_8b")).items() if isinstance(value, int)}
+    text = {"model_type": "llama", "rope_parameters": scaling, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | text))
+    words = ["model=llama_3_1_8b", f"model.checkpoint={tmp_path}"]
+    assert composed(*words).model.rope_scaling.factor == 32
+    assert composed(*words, "model.rope_scaling.factor=16").model.rope_scaling.factor == 16
+    yarn = composed(*words, "model.rope_scaling={rope_type:yarn,factor:2}").model.rope_scaling
+    assert (yarn.rope_type, yarn.factor) == ("yarn", 2)
+
+
 @pytest.mark.parametrize(
     ("overrides", "adapter"),
     [(["model=qwen3_6_27b"], "lora"), (["model=qwen3_6_tiny"], "none"), (["model=glm_5_2", "adapter=none"], "none")],

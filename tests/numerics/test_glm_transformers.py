@@ -53,6 +53,18 @@ def test_logprobs_and_gradients(pair, positions, lengths, chunk):
     assert gradient < GRADIENT_BAR, name
 
 
+def test_a_tied_head_is_theirs(tmp_path):
+    theirs = hf_model(tmp_path, tie_word_embeddings=True)
+    ours = load_model(tmp_path, dtype="float32", latent_norm_eps=1e-6)
+    group = make_group(ours, 65, (5, 1, 7))
+    logprobs, gradient, name = distances(theirs, ours, group, 64)
+    assert logprobs < LOGPROB_BAR
+    assert gradient < GRADIENT_BAR, name
+    with torch.no_grad():
+        ours.lm_head.weight[7] += 0.1
+    assert distances(theirs, ours, group, 64)[0] > LOGPROB_BAR
+
+
 @pytest.mark.parametrize("pair", [DENSE], indirect=True, scope="module")
 def test_dense_needs_no_order_of_ties(pair):
     """With few rows it does: transformers breaks ties by the tensor's shape."""

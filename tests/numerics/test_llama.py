@@ -138,7 +138,7 @@ def test_what_is_saved_loads_in_the_same_class(models, name, tmp_path):
     save_model(ours, tmp_path / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert type(again) is type(theirs)
-    assert ("lm_head.weight" in load_file(tmp_path / "saved" / "model.safetensors")) != ours.config.tied_embeddings
+    assert ("lm_head.weight" in load_file(tmp_path / "saved" / "model.safetensors")) != ours.config.tie_word_embeddings
     group = make_group(ours, 100, (20, 3))
     with torch.no_grad():
         assert furthest(score_fresh(ours, group, chunk=64), hf_logprobs(again, group)) < SINGLE

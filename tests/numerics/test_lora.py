@@ -74,7 +74,7 @@ def test_exact_gradients_are_those_of_one_graph(case):
 
 
 def test_an_adapter_above_every_state_has_no_prompt_gradient():
-    """Nothing is owed then, and both modes agree; one layer lower something is."""
+    """The state has no gradient then, and both modes agree; one layer lower it has one."""
     for target, differs in (("model.layers.3.mlp.up_proj", False), ("model.layers.2.mlp.up_proj", True)):
         model = adapted(tiny_model(), target)
         group = make_group(model, 193, LENGTHS)

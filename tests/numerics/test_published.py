@@ -117,6 +117,29 @@ def test_the_multimodal_class_goes_in_and_out(published, tmp_path, caplog):
     assert furthest(score_fresh(load_model(tmp_path / "saved"), group, chunk=64), after) < SAME
 
 
+def test_a_tied_head_goes_in_and_out(tmp_path):
+    """Qwen3.5's checkpoints up to 4B have no head of their own; transformers reads the outer object's flag."""
+    config = transformers.Qwen3_5Config(text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    enlarge(theirs.named_parameters())
+    theirs.save_pretrained(tmp_path / "base")
+    assert "lm_head.weight" not in stored(tmp_path / "base")
+    model = load_model(tmp_path / "base")
+    group = make_group(model, 65, (12, 9))
+    assert furthest(score_fresh(model, group, chunk=64), their_logprobs(theirs, group)) < SAME
+    group, _, after = stepped(model)
+    save_model(model, tmp_path / "saved")
+    assert "lm_head.weight" not in stored(tmp_path / "saved")
+    again, info = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert furthest(their_logprobs(again, group), after) < SAME
+
+    said = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match=r"1 tensors of the model are missing: lm_head\.weight"):
+        load_model(tmp_path / "saved")
+
+
 def test_a_cut_says_that_it_predicts_no_further_tokens(published, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="longstraw"):
         save_model(load_model(published[0], num_hidden_layers=2), tmp_path / "cut")
@@ -265,9 +288,19 @@ def test_other_quantisations_are_refused_by_config(fp8, tmp_path):
         read_model_config(folder)
 
 
-def test_narrowing_is_said(fp8, published, caplog):
+def test_wide_tensors_of_a_narrow_checkpoint_are_rounded_as_transformers_does(published, tmp_path, caplog):
+    """Decays and norms in float32 beside bfloat16 matrices; a float32 model keeps them as they are."""
+    transformers.Qwen3_5ForCausalLM(published[1].config.text_config).bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    wide = {n: torch.rand(t.shape) for n, t in tensors.items() if n.endswith("A_log") or "norm" in n}
+    save_file(tensors | wide, tmp_path / SINGLE, metadata={"format": "pt"})
+    theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
     with caplog.at_level(logging.WARNING, logger="longstraw"):
-        load_model(fp8)
-        assert "are wider than" not in caplog.text
-        load_model(published[0], dtype="bfloat16")
-    assert "tensors are wider than bfloat16 and are rounded" in caplog.text
+        rounded = load_model(tmp_path).state_dict()
+    assert f"{len(wide)} tensors are wider than bfloat16 and are rounded: model.layers.0" in caplog.text
+    assert all(tensor.dtype == theirs[n].dtype and torch.equal(tensor, theirs[n]) for n, tensor in rounded.items())
+    assert not any(torch.equal(rounded[n], tensor) for n, tensor in wide.items())
+    caplog.clear()
+    kept = load_model(tmp_path, dtype="float32").state_dict()
+    assert not caplog.records
+    assert all(torch.equal(kept[n], tensor) for n, tensor in wide.items())

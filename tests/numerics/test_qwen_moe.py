@@ -202,21 +202,10 @@ def test_adapters_are_those_of_peft_on_transformers(models, tmp_path, caplog, ta
     assert furthest(result.logprobs, logprobs) < SINGLE
 
 
-def test_a_large_model_has_their_shapes():
-    """With the defaults of transformers' configuration, whose class says that they are Qwen3.5-35B-A3B's."""
-    config = transformers.Qwen3_5MoeTextConfig()
-    with torch.device("meta"):
-        theirs = {n: p.shape for n, p in transformers.Qwen3_5MoeForCausalLM(config).named_parameters()}
-    ours = build_model("qwen3_6_moe_tiny", device="meta", **{n: getattr(config, n) for n in SAME if n != "layer_types"})
-    assert {n: p.shape for n, p in ours.named_parameters()} == theirs
-    assert sum(shape.numel() for shape in theirs.values()) == 34_660_610_688
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=8"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types must be full_attention in every 4th"),
     ],

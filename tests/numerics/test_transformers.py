@@ -18,7 +18,7 @@ SAME = (
 )
 
 
-def hf_model():
+def hf_model(tied=False):
     """Return transformers' float32 model of the tiny configuration with large weights."""
     config = load_model_config("qwen3_6_tiny")
     model = transformers.Qwen3_5ForCausalLM(
@@ -32,7 +32,7 @@ def hf_model():
                 "mrope_interleaved": True,
             },
             max_position_embeddings=4096,
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
         )
     ).float()
     enlarge(model.named_parameters())
@@ -87,6 +87,22 @@ def test_logprobs_and_gradients(models, positions, lengths, chunk):
         detached = grpo_step(ours, group, chunk=chunk, prompt_grad="detached")
         assert furthest(detached.logprobs, logprobs) < BAR
         assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
+
+
+def test_a_tied_head_is_theirs(tmp_path):
+    """Qwen3.5 has one up to 4B."""
+    theirs = hf_model(tied=True)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, dtype="float32")
+    group = make_group(ours, 65, (5, 1, 7))
+    logprobs = whole_sequences(theirs, group)
+    target = take_gradients(theirs)
+    assert furthest(grpo_step(ours, group, chunk=64).logprobs, logprobs) < BAR
+    distance, name = worst(take_gradients(ours), target)
+    assert distance < BAR, name
+    assert "lm_head.weight" not in target
+    grpo_step(ours, group, chunk=64, prompt_grad="detached")
+    assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.linear_attn.A_log", "model.layers.3.self_attn.k_norm.weight"])

@@ -295,7 +295,6 @@ def test_dtype_is_kept_or_cast_and_buffers_stay_wide(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tie_word_embeddings", True),
         ("hidden_act", "gelu"),
         ("model_type", "mistral"),
         ("attn_output_gate", False),

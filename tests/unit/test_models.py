@@ -1,17 +1,27 @@
 """Models by name: sizes as published, weights by seed, memory while they are drawn."""
 
 import copy
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from longstraw.config import ConfigError, load_model_config
+from longstraw.config import ConfigError, load_model_config, read_model_config
 from longstraw.group import Group
 from longstraw.models import build_model, qwen3_6
+from longstraw.models.hf_config import to_hf_config
 from longstraw.step import grpo_step
 
-PUBLISHED = {
+PUBLISHED = {  # parameters of the text model
+    "qwen3_5_0_8b": 752_393_024,
+    "qwen3_5_2b": 1_881_825_088,
+    "qwen3_5_4b": 4_205_751_296,
+    "qwen3_5_9b": 8_953_803_264,
     "qwen3_6_27b": 26_895_998_464,
+    "qwen3_6_35b_a3b": 34_660_610_688,
+    "qwen3_5_122b_a10b": 122_111_526_912,
+    "qwen3_5_397b_a17b": 396_346_350_336,
     "glm_5_2": 743_377_000_704,
     "llama_3_1_8b": 8_030_261_248,
     "qwen3_8b": 8_190_735_360,
@@ -19,10 +29,52 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
-def test_a_published_model_has_its_published_size(name, parameters):
+def test_a_published_model_has_the_parameters_of_its_class_in_transformers(name, parameters):
+    transformers = pytest.importorskip("transformers")
     model = build_model(name, device="meta")
-    assert sum(p.numel() for p in model.parameters()) == parameters
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    content = to_hf_config(model.config, "bfloat16")
+    their_class = getattr(transformers, content["architectures"][0])
+    with torch.device("meta"):
+        theirs = {n: p.shape for n, p in their_class(their_class.config_class(**content)).named_parameters()}
+    assert {n: p.shape for n, p in model.named_parameters()} == theirs
+    assert sum(shape.numel() for shape in theirs.values()) == parameters
+
+
+def test_the_published_configuration_of_a_size_is_the_one_in_conf(tmp_path):
+    """The text part of Qwen3.5-0.8B's own config.json, but for what is not read."""
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3584,
+        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(24)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+        "vocab_size": 248320,
+    }
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": True}))
+    listed = load_model_config("qwen3_5_0_8b")
+    read = read_model_config(tmp_path, default_adapter="lora")
+    assert replace(read, name=listed.name, checkpoint=None) == listed
 
 
 @pytest.mark.parametrize("name", ["qwen3_6_tiny", "qwen3_6_moe_tiny", "glm_5_2_tiny", "llama_tiny"])

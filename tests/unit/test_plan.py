@@ -2,7 +2,9 @@
 
 import pytest
 
-from longstraw import plan
+from longstraw import build_model, plan
+from longstraw.models.hf_save import save_model
+from longstraw.simulation.simulate import simulate
 
 
 def test_every_way_to_train_has_a_row():
@@ -23,6 +25,22 @@ def test_a_given_key_holds_in_every_row():
         ("exact", "lora", 8, 2**20)
     }
     assert len(configs) == 4
+
+
+def test_sizes_are_those_of_a_checkpoint(tmp_path, capsys):
+    model = build_model("qwen3_6_tiny", num_hidden_layers=4, hidden_size=96)
+    save_model(model, tmp_path / "mine")
+    words = ["model=qwen3_6_tiny", f"model.checkpoint={tmp_path / 'mine'}"]
+    config = next(plan.cases(plan.parse(words)))
+    assert (config.model.name, config.model.num_hidden_layers, config.model.hidden_size) == ("mine", 4, 96)
+    small = [*words, "hardware=cpu", "adapter=none", "context=256", "chunk=64"]
+    (simulated,) = simulate(next(plan.cases(plan.parse(small))))
+    assert simulated["parameters"] == sum(p.numel() for p in model.parameters())
+    cut = next(plan.cases(plan.parse([*words, "model.num_hidden_layers=2"])))
+    assert (cut.model.num_hidden_layers, cut.model.hidden_size) == (2, 96)
+    assert next(plan.cases(plan.parse(words[:1]))).model.hidden_size == 64
+    assert plan.main([words[0], "model.checkpoint=/nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("longstraw.plan: /nowhere/config.json: not there")
 
 
 SMALL = ["model=qwen3_6_tiny", "model.dtype=bfloat16", "chunk=16384", "hardware.gpus_per_node=2"]

@@ -70,7 +70,7 @@ def test_async_functions_are_awaited():
         (1.0, "must be a list of 2"),
         ("ab", "must be a list of 2"),
         ([1.0, math.nan], "nan, must be finite; response: 'c'"),
-        (["1", 0], "'1', no number or None; response: 'ab'"),
+        (["1", 0], "a number or None: '1' is no number; response: 'ab'"),
     ],
 )
 def test_what_is_no_reward_is_an_error_with_the_response(result, message):

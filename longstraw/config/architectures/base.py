@@ -88,6 +88,7 @@ class ModelConfig:
     hidden_size: int = MISSING
     num_hidden_layers: int = MISSING
     max_position_embeddings: int = number(MISSING, 1, POSITIONS)  # the native length
+    tie_word_embeddings: bool = False  # whether the head applies the embedding's weight
     rms_norm_eps: float = number(1e-6, 0, 1)
     initializer_range: float = number(0.02, 0, 100)  # above, the first norm's sum of squares overflows
     rope_theta: float = number(MISSING, 1, 1e15)
@@ -125,11 +126,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated."""
         raise NotImplementedError(f"{self.architecture}: its configuration class must define rotary_dim")
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """Whether the head applies the embedding's weight."""
-        return False
 
     @property
     def whole_heads(self) -> tuple[int, str] | None:

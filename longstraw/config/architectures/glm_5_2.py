@@ -24,7 +24,6 @@ class Glm52Config(ModelConfig):
     hf_values: ClassVar[dict[str, tuple[Any, ...]]] = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
-        "tie_word_embeddings": (False, None),
         "rope_interleave": (True, None),
         "indexer_rope_interleave": (True, None),
         "scoring_func": ("sigmoid", None),

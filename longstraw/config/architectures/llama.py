@@ -47,7 +47,6 @@ class LlamaConfig(ModelConfig):
     qkv_bias: bool = False  # of queries, keys and values alone
     mlp_bias: bool = False
     qk_norm: bool = False  # of each head's queries and keys, before rotation
-    tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,10 +72,6 @@ class LlamaConfig(ModelConfig):
     def rotary_dim(self) -> int:
         assert self.head_dim is not None
         return self.head_dim
-
-    @property
-    def tied_embeddings(self) -> bool:
-        return self.tie_word_embeddings
 
     @classmethod
     def from_hf(cls, text: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ class HybridConfig(ModelConfig):
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "attn_output_gate": (True, None),
-        "tie_word_embeddings": (False, None),
     }
     adapter_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),

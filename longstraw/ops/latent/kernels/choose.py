@@ -47,7 +47,7 @@ def _score_kernel(
 
 @triton.jit
 def _ordered(x, WHOLE: tl.constexpr, BITS: tl.constexpr):
-    """Return integers that stand in the order of the floats ``x``; the same exchange leads back."""
+    """Return integers in the same order as the floats ``x``; applied twice it returns the floats' bits."""
     return x ^ ((x >> (BITS - 1)) & tl.full((), 2 ** (BITS - 1) - 1, WHOLE))
 
 
