@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
 from longstraw.ops.past import BranchPast, Past
 
@@ -48,8 +49,11 @@ class RetainedState(Protocol):
     def leaves(self, end: int, grad: bool) -> Past:
         """Return the state after positions [0, end); with ``grad``, gradients of its uses are accumulated."""
 
-    def branch(self, count: int, room: int) -> BranchPast:
-        """Return the past of ``count`` branches of up to ``room`` positions each, which do not write to the state."""
+    def branch(self, count: int, room: Chunk) -> BranchPast:
+        """Return the past of ``count`` branches of up to ``room.count`` positions, which do not write to the state.
+
+        The rows of positions ``room.own`` are kept here.
+        """
 
     def cotangent(self, start: int, end: int) -> Tensors:
         """Return and drop the gradient accumulated for the update of positions [start, end)."""
@@ -128,11 +132,11 @@ class Appended:
         grads = {name: self._read(name, buffer[:size]) for name, buffer in self._buffers().items()}
         return Past(end, rows, grads, spans)
 
-    def branch(self, count: int, room: int) -> BranchPast:
-        shared = self.leaves(self.positions, grad=False)
-        shapes = {name: (count, *rows.shape[1:-1], room, rows.shape[-1]) for name, rows in self._rows.items()}
+    def branch(self, count: int, room: Chunk) -> BranchPast:
+        shared, size = self.leaves(self.positions, grad=False), room.stop - room.start
+        shapes = {name: (count, *rows.shape[1:-1], size, rows.shape[-1]) for name, rows in self._rows.items()}
         own = {name: torch.empty(shape, dtype=self._dtype, device=self._device) for name, shape in shapes.items()}
-        return BranchPast(self.positions, {name: shared.rows(name) for name in self._rows}, own, count)
+        return BranchPast(shared, {name: shared.rows(name) for name in self._rows}, own, count, room)
 
     def cotangent(self, start: int, end: int) -> Tensors:
         if self._grad_from is None or start < self._grad_from:
@@ -208,10 +212,10 @@ class Carried:
             leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._add, name))
         return Past(end, tensors)
 
-    def branch(self, count: int, room: int) -> BranchPast:
-        last = self._snapshots[self.positions]
-        tensors = {name: x.detach().expand(count, *x.shape) for name, x in last.items()}
-        return BranchPast(self.positions, tensors, {}, count)
+    def branch(self, count: int, room: Chunk) -> BranchPast:
+        shared, names = self.leaves(self.positions, grad=False), self._snapshots[self.positions]
+        tensors = {name: shared[name].expand(count, *shared[name].shape) for name in names}
+        return BranchPast(shared, tensors, {}, count, room)
 
     def cotangent(self, start: int, end: int) -> Tensors:
         self._snapshots = {at: snapshot for at, snapshot in self._snapshots.items() if at <= start}

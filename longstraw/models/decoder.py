@@ -19,7 +19,6 @@ from longstraw.layers.lora_weight import effective_weight
 from longstraw.ops import Ops
 from longstraw.ops.chunk import Chunk, whole
 from longstraw.ops.host_offload import Staging
-from longstraw.ops.logprob import all_logits
 from longstraw.state import DEFAULT_STORAGE, Past, RetainedState, RowStorage, Tensors
 
 
@@ -183,9 +182,11 @@ class Decoder(nn.Module):
             hidden = hidden / temperature  # the head is linear
         return self.ops.context.logprob(hidden, effective_weight(self.lm_head), targets, self.split(len(targets)))
 
-    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-        """Return the logits [t, V] after ``hidden`` [t, d] over ``temperature``, in at least float32."""
-        return all_logits(hidden if temperature == 1 else hidden / temperature, effective_weight(self.lm_head))
+    def logits(self, hidden: Tensor, count: int, temperature: float = 1.0) -> Tensor:
+        """Return the logits [t, V] over ``temperature``, in at least float32, after ``hidden`` [t, d] of ``count``."""
+        if temperature != 1:
+            hidden = hidden / temperature
+        return self.ops.context.logits(hidden, effective_weight(self.lm_head), self.split(count))
 
     def flops(self, start: int, end: int, state_only: bool = False) -> int:
         """Return the operations of all blocks for positions [start, end) on all before them, two a multiply-add.

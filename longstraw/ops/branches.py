@@ -3,8 +3,8 @@
 The prompt's rows are read once for all branches; each branch has own rows beside them, and both parts are merged by
 log-sum-exp, or, where rows are chosen, by the total order of the choice. No gradients.
 
-n branches, P retained rows, F own rows a branch, H query heads, N key/value heads, R = H / N, D width of a head;
-I index heads, K chosen rows.
+n branches, P retained rows and F own rows a branch that are here, H query heads, N key/value heads, R = H / N, D width
+of a head; I index heads, K chosen rows.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, past: BranchPast, *, scale: float, p
 
     ``k``, ``v`` [n, N, D] are the new position's rows; they are appended to the branch's own.
     """
+    return by_tokens(attend_here(q, k, v, past, scale=scale, parts=parts)[0]).to(q.dtype)
+
+
+def attend_here(
+    q: Tensor, k: Tensor, v: Tensor, past: BranchPast, *, scale: float, parts: AttentionParts
+) -> tuple[Tensor, Tensor]:
+    """Return output [N, R, n, D] and log-sum-exp [N, R, n] over the rows that are here; 0 and -inf where none is."""
     heads, operand = k.shape[1], parts.operand_type(q.dtype)
     inner = torch.promote_types(operand, torch.float32)
     key, value = past.append("key", k).to(inner), past.append("value", v).to(inner)  # [n, N, F, D]
@@ -32,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, past: BranchPast, *, scale: float, p
     out = (scores - lse.unsqueeze(-1)).exp_() @ value
     out, lse = out.permute(1, 2, 0, 3).contiguous(), lse.permute(1, 2, 0).contiguous()  # [N, R, n, D], [N, R, n]
     merge_past(out, lse, by_heads(q.to(operand), heads), past.pair("key", "value"), scale=scale, parts=parts)
-    return by_tokens(out).to(q.dtype)
+    return out, lse
 
 
 def select_rows(
@@ -41,37 +48,63 @@ def select_rows(
     """Return the best rows of each branch for ``q`` [n, I, D] and ``weights`` [n, I]: int32 [n, K].
 
     ``choice`` are the number of rows and the scale of the scores. ``key`` [n, D] is the new position's index key; it is
-    appended to the branch's own. Own row j of branch b has the number P + b room + j, as in the flat buffer that
-    ``attend_rows`` reads. The order is that of ``latent.reference.best_rows``.
+    appended to the branch's own. The order is that of ``latent.reference.best_rows``; rows are numbered as
+    ``row_numbers`` does.
+    """
+    return row_numbers(best_here(ops, q, weights, key, past, choice)[1], past)
+
+
+def best_here(
+    ops: LatentOps, q: Tensor, weights: Tensor, key: Tensor, past: BranchPast, choice: tuple[int, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the scores [n, K] and positions, int32 [n, K], of the best rows of each branch of those that are here.
+
+    As ``select_rows``; K is the number asked for, or of the rows here if there are fewer.
     """
     count, scale = choice
-    own, room = past.append("index_key", key), past.buffer("index_key").shape[1]
-    prompt, branches = past.positions, len(q)
+    own, positions = past.append("index_key", key), past.held_positions(q.device)
     inner = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(inner) @ own.to(inner).mT).mul_(scale).relu_()  # [n, I, F]
     scores = (weights.to(inner).unsqueeze(1) @ scores).squeeze(1)
-    first = torch.arange(branches, dtype=torch.int32, device=q.device) * room + prompt
-    rows = first[:, None] + torch.arange(own.shape[1], dtype=torch.int32, device=q.device)
-    count = min(count, prompt + own.shape[1])
-    if prompt:
-        at = torch.arange(prompt, dtype=torch.int32, device=q.device)
-        shared = [(past.rows("index_key"), at)]
-        best, chosen = ops.best_rows(
-            q, weights, shared, at.new_full((branches,), prompt), min(count, prompt), scale=scale
-        )
+    first = past.positions + past.room.start
+    rows = torch.arange(first, first + own.shape[1], dtype=torch.int32, device=q.device).expand(scores.shape)
+    if len(positions):
+        queried = positions.new_full((len(q),), past.positions)
+        shared, most = [(past.rows("index_key"), positions)], min(count, len(positions))
+        best, chosen = ops.best_rows(q, weights, shared, queried, most, scale=scale)
         scores, rows = torch.cat([best, scores], -1), torch.cat([chosen, rows], -1)
-    return keep_best(scores, rows, count)[1]
+    if scores.shape[1] <= count:
+        return scores, rows
+    return keep_best(scores, rows, count)
+
+
+def row_numbers(positions: Tensor, past: BranchPast) -> Tensor:
+    """Return the numbers, int32 [n, K], of rows here that stand at ``positions`` [n, K]: as ``attend_rows`` reads them.
+
+    The P retained rows here come first; then own row j of branch b has the number P + b F + j, with room for F here.
+    """
+    held, own = past.held_positions(positions.device), past.room.stop - past.room.start
+    first = torch.arange(len(positions), dtype=torch.int32, device=positions.device).unsqueeze(1) * own + len(held)
+    retained = torch.searchsorted(held, positions.contiguous(), out_int32=True)
+    return torch.where(positions < past.positions, retained, positions - past.positions - past.room.start + first)
 
 
 def attend_rows(
     q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: BranchPast, *, scale: float, ops: LatentOps
 ) -> Tensor:
-    """Return the output [n, H, C] of ``q`` [n, H, C + R] over ``rows`` [n, K], as ``select_rows`` numbers them.
+    """Return the output [n, H, C] of ``q`` [n, H, C + R] over ``rows`` [n, K], as ``row_numbers`` numbers them.
 
     ``new`` are the latent [n, C] and rotary key [n, R] of the new position; they are appended to the branch's own.
     """
+    return attend_rows_here(q, new, rows, past, scale=scale, ops=ops)[0]
+
+
+def attend_rows_here(
+    q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: BranchPast, *, scale: float, ops: LatentOps
+) -> tuple[Tensor, Tensor]:
+    """Return what ``attend_rows`` does and the log-sum-exp [n, H]; rows -1 are none, 0 and -inf where all are."""
     names = ("latent", "rope_key")
     for name, tensor in zip(names, new, strict=True):
         past.append(name, tensor)
     own = (past.buffer(names[0]).flatten(0, 1), past.buffer(names[1]).flatten(0, 1))
-    return latent.attend_rows(q, own, rows, past.pair(*names), scale=scale, ops=ops)[0]
+    return latent.attend_rows(q, own, rows, past.pair(*names), scale=scale, ops=ops)

@@ -62,27 +62,32 @@ class BranchPast(Past):
     """The past of n branches of one prompt, each of which evaluates one position: all of them the same one.
 
     Retained rows are the prompt's: shared by all branches, never written. A branch's own rows are in buffers
-    [n, ..., room, D] allocated once. A layer without rows keeps a summary [n, ...], a branch's own from the start.
-    ``positions`` are the retained ones, ``added`` those that every branch has evaluated since.
+    [n, ..., F, D] allocated once, for the F response positions ``room``: where ranks share a prompt, each holds the
+    rows of a part of them, for all branches. A layer without rows keeps a summary [n, ...], a branch's own from the
+    start. ``positions`` are the retained ones, ``added`` those that every branch has evaluated since.
     """
 
-    __slots__ = ("_count", "_own", "added")
+    __slots__ = ("_count", "_own", "added", "room")
 
-    def __init__(self, positions: int, tensors: Mapping[str, Rows], own: Mapping[str, Tensor], count: int):
-        super().__init__(positions, tensors)
-        self.added, self._count, self._own = 0, count, own
+    def __init__(self, shared: Past, tensors: Mapping[str, Rows], own: Mapping[str, Tensor], count: int, room: Chunk):
+        super().__init__(shared.positions, tensors, spans=shared.spans)
+        self.added, self.room, self._count, self._own = 0, room, count, own
 
     def new_positions(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), self.positions + self.added, device=device)
 
     def append(self, name: str, rows: Tensor) -> Tensor:
-        """Write ``rows`` [n, ..., D] of the position under evaluation; return all own rows [n, ..., added + 1, D]."""
-        own = self.buffer(name)
-        own[..., self.added, :] = rows
-        return own[..., : self.added + 1, :]
+        """Write ``rows`` [n, ..., D] of the position under evaluation; return the own rows [n, ..., f, D] so far.
+
+        Both only of positions whose rows are kept here.
+        """
+        own, filled = self.buffer(name), self._filled(self.added + 1)
+        if filled > self._filled(self.added):
+            own[..., filled - 1, :] = rows
+        return own[..., :filled, :]
 
     def buffer(self, name: str) -> Tensor:
-        """Return the buffer [n, ..., room, D] of the branches' own rows, of which ``append`` has filled the first."""
+        """Return the buffer [n, ..., F, D] of the branches' own rows, of which ``append`` has filled the first."""
         return self._own[name][: self._count]
 
     def advance(self, update: Mapping[str, Tensor]) -> None:
@@ -93,10 +98,11 @@ class BranchPast(Past):
 
     def keep(self, branches: list[int]) -> None:
         """Drop all branches but these, given in rising order; what is kept moves up within its buffers."""
+        filled = self._filled(self.added)
         for own in self._own.values():
             for to, branch in enumerate(branches):
                 if to != branch:
-                    own[to, ..., : self.added, :] = own[branch, ..., : self.added, :]
+                    own[to, ..., :filled, :] = own[branch, ..., :filled, :]
         if not self._own:
             self._tensors = {name: self[name][branches] for name in self._tensors}
         self._count = len(branches)
@@ -104,3 +110,12 @@ class BranchPast(Past):
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of own rows with their kind of memory."""
         yield from (("retained", own) for own in self._own.values())
+
+    def held_positions(self, device: torch.device) -> Tensor:
+        """Return the positions, int32 rising, of the retained rows that are here."""
+        pieces = [torch.arange(*span, dtype=torch.int32, device=device) for span in self.spans]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32, device=device)
+
+    def _filled(self, added: int) -> int:
+        """Return how many of the first ``added`` response positions have their rows here."""
+        return max(min(added, self.room.stop) - self.room.start, 0)

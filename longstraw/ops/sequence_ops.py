@@ -18,7 +18,7 @@ from longstraw.ops import branches
 from longstraw.ops.attention import AttentionParts, attend
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.latent import LatentOps, attend_rows
-from longstraw.ops.logprob import TokenLogits, token_logprobs
+from longstraw.ops.logprob import TokenLogits, all_logits, token_logprobs
 from longstraw.ops.moe import MoeOps, mix_experts
 from longstraw.ops.past import BranchPast, Past
 
@@ -66,6 +66,12 @@ class Context(Protocol):
     def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [count] of ``targets`` [count], everywhere, after ``hidden`` [t, d]."""
 
+    def logits(self, hidden: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        """Return the logits [t, V] after ``hidden`` [t, d], in at least float32; for few positions, without a graph."""
+
+    def gather(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        """Return [count, ...] of all positions from this process's ``x`` [t, ...]; without a graph."""
+
 
 class Local:
     """One process has every position, every head and every expert."""
@@ -110,3 +116,9 @@ class Local:
 
     def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden, weight, targets, logits=self._logits)
+
+    def logits(self, hidden: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        return all_logits(hidden, weight)
+
+    def gather(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        return x

@@ -25,13 +25,14 @@ from longstraw.ops import Ops
 from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import QueryGradients, RetainedRows
-from longstraw.ops.past import Past
+from longstraw.ops.past import BranchPast, Past
 from longstraw.ops.sequence_ops import Sections
+from longstraw.parallel import branches
 from longstraw.parallel.collectives import GatherHeads, GatherPositions, Group, labelled
 from longstraw.parallel.expert_parallel import ExpertGroup
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.latent_context_parallel import SpreadLatent, attend_rows, select_rows
-from longstraw.parallel.vocab_parallel import embed, vocabulary_logprobs
+from longstraw.parallel.vocab_parallel import embed, vocabulary_logits, vocabulary_logprobs
 
 
 class ContextParallel:
@@ -48,6 +49,8 @@ class ContextParallel:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
         assert past.chunk is not None
+        if isinstance(past, BranchPast):
+            return branches.attend(q, k, v, past, self._group, scale=scale, parts=self._ops.attention)
         spread = (self._group, self._ops.attention)
         return _SpreadAttention.apply(q, k, v, past.pair("key", "value"), scale, past.chunk, spread)
 
@@ -74,16 +77,31 @@ class ContextParallel:
         return torch.cat([part.unflatten(0, (self._group.size, -1))[self._group.rank] for part in parts])
 
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
-        return select_rows(q, weights, key, past, count, SpreadLatent(self._group, self._ops.latent, scale))
+        spread = SpreadLatent(self._group, self._ops.latent, scale)
+        if isinstance(past, BranchPast):
+            return branches.select_rows(q, weights, key, past, count, spread)
+        return select_rows(q, weights, key, past, count, spread)
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:
-        return attend_rows(q, new, rows, past, SpreadLatent(self._group, self._ops.latent, scale))
+        spread = SpreadLatent(self._group, self._ops.latent, scale)
+        if isinstance(past, BranchPast):
+            return branches.attend_rows(q, new, rows, past, spread)
+        return attend_rows(q, new, rows, past, spread)
 
     def mix_experts(self, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return self._experts.mix(x, chosen, weights, local_tensor(gate_up), local_tensor(down), ops=self._ops.moe)
 
     def logprob(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: Chunk | None) -> tuple[Tensor, Tensor]:
         return vocabulary_logprobs(hidden, weight, targets, self._group, self._ops.logits)
+
+    def logits(self, hidden: Tensor, weight: Tensor, chunk: Chunk | None) -> Tensor:
+        assert chunk is not None
+        return vocabulary_logits(hidden, weight, chunk.count, self._group)
+
+    def gather(self, x: Tensor, chunk: Chunk | None) -> Tensor:
+        assert chunk is not None
+        with labelled("vocabulary"):
+            return self._group.all_gather(x, chunk.count)
 
 
 class _SpreadAttention(torch.autograd.Function):

@@ -52,7 +52,7 @@ def select_rows(q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int,
         mix = group.all_gather(weights, chunk.count)
         scores, rows = ops.best_rows(everyones, mix, parts, queried, max(min(count, len(held)), 1), scale=scale)
         del everyones, mix
-        score, position = _last_chosen(_widened(scores, count), _widened(rows, count), count, chunk, group)
+        score, position = last_chosen(widened(scores, count), widened(rows, count), count, chunk, group)
     chosen = ((scores > score) | ((scores == score) & (rows <= position))) & (rows >= 0)
     here = torch.searchsorted(held, rows.clamp(min=0), out_int32=True)
     return here.masked_fill_(~chosen, -1)
@@ -113,7 +113,7 @@ def _positions(spans: Sequence[tuple[int, int]], new: tuple[int, int], *, device
     return torch.cat([torch.arange(*span, dtype=torch.int32, device=device) for span in (*spans, new)])
 
 
-def _widened(x: Tensor, count: int) -> Tensor:
+def widened(x: Tensor, count: int) -> Tensor:
     """Pad candidates up to ``count`` with score -inf and row -1, as ``best_rows`` does."""
     if x.shape[1] == count:
         return x
@@ -121,7 +121,7 @@ def _widened(x: Tensor, count: int) -> Tensor:
     return torch.cat([x.new_full((len(x), count - x.shape[1]), none), x], -1)
 
 
-def _last_chosen(scores: Tensor, rows: Tensor, count: int, chunk: Chunk, group: Group) -> tuple[Tensor, Tensor]:
+def last_chosen(scores: Tensor, rows: Tensor, count: int, chunk: Chunk, group: Group) -> tuple[Tensor, Tensor]:
     """Return the lowest score that each of the chunk's queries chose and the last position chosen at it; both [n, 1].
 
     ``scores``, ``rows`` [n, K] are this rank's candidates for all queries, as scores and positions.

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longstraw.ops.logprob import TokenLogits
+from longstraw.ops.logprob import TokenLogits, all_logits
 from longstraw.parallel.collectives import Group, labelled
 
 
@@ -37,6 +37,20 @@ def vocabulary_logprobs(
     whole = lses.logsumexp(0)
     mean = ((lses - whole).exp() * means).sum(0)
     return logit.sum(0) - whole, whole - mean
+
+
+def vocabulary_logits(hidden: Tensor, weight: Tensor, count: int, group: Group) -> Tensor:
+    """Return the logits [t, V W] of this rank's of ``count`` positions, after ``hidden`` [t, d]; without a graph.
+
+    Every rank computes those of its own rows for all positions and sends each position's to its owner: a rank sends
+    and gets count V numbers, in at least float32.
+    """
+    rows, _ = own_rows(weight, group)
+    longest = -(-len(weight) // group.size)  # rows of the first ranks; the last ones may have fewer
+    with labelled("vocabulary"):
+        own = all_logits(group.all_gather(hidden, count), rows)
+        columns = group.gather_positions(F.pad(own, (0, longest - len(rows))), count)
+    return columns.flatten(1)[:, : len(weight)]
 
 
 def own_rows(weight: Tensor, group: Group) -> tuple[Tensor, int]:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Observer
-from longstraw.ops.sequence_ops import Local
-from longstraw.step import Retained
+from longstraw.step import Retained, pad_to_longest_rank
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,12 @@ def draw(
     """Draw a response for each of ``seeds``; ``observer`` is called with what is done."""
     observer = observer or Observer()
     retained.check()
-    if not isinstance(model.ops.context, Local):
-        raise ValueError("responses are drawn in one process so far; this model is spread over several ranks")
-    size = sampling.batch or len(seeds)
+    size = sampling.batch or max(len(seeds), 1)
     found = Samples([], [], [])
+    parts = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     with observer.verb("sample", len(seeds) * sampling.max_new_tokens):
-        for start in range(0, len(seeds), size):
-            part = _draw_together(model, retained, seeds[start : start + size], sampling, observer)
+        for together in pad_to_longest_rank(model, parts, ()):
+            part = _draw_together(model, retained, together, sampling, observer)
             found.responses.extend(part.responses)
             found.logprobs.extend(part.logprobs)
             found.ended.extend(part.ended)
@@ -116,9 +114,12 @@ def draw(
 def _draw_together(
     model: Decoder, retained: Retained, seeds: Sequence[int], sampling: Sampling, observer: Observer
 ) -> Samples:
-    """Draw for all ``seeds`` in lockstep. A branch that has ended is dropped and costs nothing more."""
-    device, room, temperature = retained.prompt.device, sampling.max_new_tokens, sampling.temperature or 1.0
-    pasts = [state.branch(len(seeds), room) for state in retained.states]
+    """Draw for all ``seeds`` in lockstep. A branch that has ended is dropped and costs nothing more.
+
+    Where ranks share the prompt, each evaluates its part of the branches, and all of them know what was drawn.
+    """
+    device, room = retained.prompt.device, sampling.max_new_tokens
+    pasts = [state.branch(len(seeds), model.split(room)) for state in retained.states]
     observer.holds(pasts)
     uniforms = _uniforms(seeds, room).to(device)
     stop = torch.tensor(sampling.stop, dtype=torch.long, device=device)
@@ -128,11 +129,13 @@ def _draw_together(
     drawn: list[Tensor] = []
     logprobs: list[Tensor] = []
     for at in range(room):
+        if not model.agree(len(alive)):
+            break
         hidden, updates = model(tokens, pasts)
         assert hidden is not None
         for past, update in zip(pasts, updates, strict=True):
             past.advance(update)
-        tokens, lp = draw_tokens(model.logits(hidden, temperature), uniforms[alive, at], sampling)
+        tokens, lp = _next_tokens(model, hidden, uniforms[alive, at], sampling)
         drawn.append(torch.zeros_like(lengths, device=device).index_put_((alive,), tokens))
         logprobs.append(lp.new_zeros(len(seeds)).index_put_((alive,), lp))
         observer.advance(len(alive))
@@ -144,8 +147,6 @@ def _draw_together(
             continue
         lengths[alive[ends].cpu()] = at + 1
         alive, tokens = alive[going], tokens[going]
-        if not going:
-            break
         for past in pasts:
             past.keep(going)
     counts, ended = lengths.tolist(), [True] * len(seeds)
@@ -156,10 +157,21 @@ def _draw_together(
     return Samples(responses, scores, ended)
 
 
+def _next_tokens(model: Decoder, hidden: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return tokens and log-probabilities [n] of all branches after ``hidden`` [t, d]; ``uniforms`` [n] draw them."""
+    count, context = len(uniforms), model.ops.context
+    logits = model.logits(hidden, count, sampling.temperature or 1.0)
+    chunk = model.split(count)
+    tokens, logprobs = draw_tokens(logits, uniforms[chunk.own], sampling)
+    return context.gather(tokens, chunk), context.gather(logprobs, chunk)
+
+
 def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """Return ``count`` numbers in [0, 1) for each of ``seeds``, float64 [n, count]: the same on every device."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=generator) for generator in generators])
+    uniforms = torch.empty(len(seeds), count, dtype=torch.float64)
+    for row, seed in zip(uniforms, seeds, strict=True):
+        torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), out=row)
+    return uniforms
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

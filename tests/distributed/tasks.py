@@ -24,8 +24,9 @@ from longstraw.parallel.latent_context_parallel import SpreadLatent, select_rows
 from longstraw.parallel.mesh import build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import parallelize
+from longstraw.rollout.sampling import draw
 from longstraw.state import Appended
-from longstraw.step import prefill
+from longstraw.step import prefill, score
 
 build_mesh = functools.cache(build_mesh)  # process groups are for ever
 
@@ -78,6 +79,20 @@ def gathered(model):
     """Return the gradients by name, put together from all ranks."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
+
+
+def sampling(case, groups, world, seeds, options, dropped=None):
+    """Return what is drawn for this rank's ``seeds``, what replay gives for it on the same state, and all collectives.
+
+    The collective ``dropped`` is left out while drawing.
+    """
+    model, parallel = spread(case, world)
+    mine = parallel.mesh.dp_rank
+    retained = prefill(model, groups[mine].prompt, chunk=case.chunk)
+    with controls.left_out(dropped) as called:
+        samples = draw(model, retained, seeds[mine], options)
+    again = score(model, retained, samples.responses, temperature=options.temperature)
+    return {"prompt": mine, "samples": samples, "again": again, "called": called}
 
 
 def traffic(case, groups, world):

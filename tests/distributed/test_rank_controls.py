@@ -25,7 +25,7 @@ QWEN = [
 ]
 ROWS = [
     *(f"select_rows all_gather {i}" for i in (1, 2)),
-    *(f"_last_chosen {name} {i}" for name in ("gather_positions", "all_gather") for i in (1, 2)),
+    *(f"last_chosen {name} {i}" for name in ("gather_positions", "all_gather") for i in (1, 2)),
     *(f"_SpreadRows.forward {name}" for name in ("all_gather 1", "stack 1", "reduce_scatter 1")),
     *(f"_SpreadRows.backward all_gather {i}" for i in (1, 2, 3)),
     "_SpreadRows.backward reduce_scatter 1",
