@@ -1,9 +1,10 @@
 """Compare every fused operation with its reference on this GPU: ``python -m longstraw.selfcheck [key=value ...]``.
 
 A compiler may turn a right kernel into wrong code, which shows only on the GPU itself. Inputs are drawn at a model's
-own widths, in its dtype; each operation of the backend runs forward and backward, the reference the same in at least
-float32 on the same device, and results and all gradients are compared by relative L2. A CUDA job does this before
-anything else.
+own widths, in its dtype, with the heads that a rank has of them: another number of heads is another kernel. Each
+operation of the backend runs forward and backward, the reference the same in at least float32 on the same device, and
+results and all gradients are compared by relative L2. A CUDA job does this before anything else; it also compiles the
+kernels before ranks wait for each other.
 
 The exit status is 0 if all passed, 1 if not, 2 for invalid arguments. T positions, P retained ones.
 """
@@ -21,11 +22,22 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from longstraw.config import DTYPES, ConfigError, ModelConfig, RunConfig, at_least, choose, load_model_config
+from longstraw.config import (
+    DTYPES,
+    ConfigError,
+    HardwareConfig,
+    ModelConfig,
+    RunConfig,
+    at_least,
+    choose,
+    load_model_config,
+)
 from longstraw.config.settings import parse_settings
 from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.models import build_model
 from longstraw.ops import BACKENDS, Ops, choose_ops
+from longstraw.ops.sequence_ops import Local
+from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.state import Tensors
 
 # Far above what rounding gives (1e-6 and 6e-3; float32 products on tensor cores 1e-3), far below what an error gives.
@@ -47,6 +59,7 @@ class Settings:
     dtype: str | None = None  # None: the model's
     positions: int = 512  # T
     rows: int = 4096  # P
+    cp: int = 1  # ranks that share a prompt, and with it the heads of a delta rule and the vocabulary
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +69,7 @@ class Settings:
             choose("dtype", self.dtype, DTYPES)
         at_least("positions", self.positions, 1)
         at_least("rows", self.rows, 1)
+        at_least("cp", self.cp, 1)
         if self.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"device={self.device}: this machine has no GPU that PyTorch can use; device=cpu is one")
 
@@ -76,15 +90,16 @@ class Finding:
 
 
 def check_ops(
-    config: ModelConfig, draw: Draw, *, backend: str, positions: int = 512, rows: int = 4096
+    config: ModelConfig, draw: Draw, *, backend: str, positions: int = 512, rows: int = 4096, cp: int = 1
 ) -> list[Finding]:
     """Compare each operation that ``config``'s layers call with its reference; return what was found, worst first.
 
-    ``draw`` makes the inputs, on the device and in the dtype that are checked.
+    ``draw`` makes the inputs, on the device and in the dtype that are checked; ``cp`` is the number of ranks that share
+    a prompt. Raises ``ConfigError`` where they cannot divide the model's heads.
     """
     fused, reference = choose_ops(backend), choose_ops("reference")
     findings = []
-    for name, inputs, run in _cases(config, draw, positions, rows):
+    for name, inputs, run in _cases(config, draw, positions, rows, cp):
         values = run(fused, inputs)
         targets = run(reference, {key: _widened(x) for key, x in inputs.items()})
         bar = BARS[draw.dtype]
@@ -113,16 +128,30 @@ def check_job(config: RunConfig) -> tuple[str | None, Exception | None]:
     device = torch.device("cuda")
     try:
         draw = Draw(device, getattr(torch, config.model.dtype), 0)
-        require(check_ops(config.model, draw, backend="cuda", positions=min(config.chunk, 512)), device)
+        cp = resolve_dims(config.model, config.hardware).cp
+        require(check_ops(config.model, draw, backend="cuda", positions=min(config.chunk, 512), cp=cp), device)
     except Exception as error:
         return "failed", error
     torch.cuda.empty_cache()
     return "passed", None
 
 
-def _cases(config: ModelConfig, draw: Draw, positions: int, rows: int) -> list[Case]:
-    """Return the cases of the head and of one layer of each kind."""
+class _OneOf(Local):
+    """Operations of one process, with the share of the heads that one of ``cp`` ranks has."""
+
+    cp = 1
+
+    def share(self, size: int) -> int:
+        return size // self.cp
+
+
+def _cases(config: ModelConfig, draw: Draw, positions: int, rows: int, cp: int) -> list[Case]:
+    """Return the cases of the head and of one layer of each kind, as one of ``cp`` ranks has them."""
+    resolve_dims(config, HardwareConfig(name="self-check", ranks=cp, ep=1))
     model = build_model(config, device="meta")
+    ops = model.ops
+    context = _OneOf(ops.attention, ops.latent, ops.moe, ops.logits)
+    context.cp = cp
     for layer in model.model.layers:
         mixer: Any = layer.mixer
         if not hasattr(mixer, "op_cases"):
@@ -130,15 +159,15 @@ def _cases(config: ModelConfig, draw: Draw, positions: int, rows: int) -> list[C
     kinds: dict[type, Any] = {}
     for module in model.modules():
         if hasattr(module, "op_cases"):
+            module.ops = ops._replace(context=context)  # type: ignore[assignment]
             kinds.setdefault(type(module), module)
     return [
-        _logits(config, draw, positions),
+        _logits(config.hidden_size, min(-(-config.vocab_size // cp), VOCABULARY), draw, positions),
         *(c for kind in kinds.values() for c in kind.op_cases(draw, positions, rows)),
     ]
 
 
-def _logits(config: ModelConfig, draw: Draw, positions: int) -> Case:
-    vocabulary, width = min(config.vocab_size, VOCABULARY), config.hidden_size
+def _logits(width: int, vocabulary: int, draw: Draw, positions: int) -> Case:
     inputs = {"hidden": draw(positions, width), "weight": draw(vocabulary, width, scale=2 * width**-0.5)}
     targets = torch.randint(vocabulary, (positions,), generator=draw.generator, device=draw.device)
 
@@ -183,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_model_config(settings.model)
         device = torch.device(settings.device)
         draw = Draw(device, getattr(torch, settings.dtype or config.dtype), settings.seed)
-        sizes = {"positions": settings.positions, "rows": settings.rows}
+        sizes = {"positions": settings.positions, "rows": settings.rows, "cp": settings.cp}
         findings = check_ops(config, draw, backend=settings.backend, **sizes)
     except ValueError as error:
         print(f"longstraw.selfcheck: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -83,7 +84,7 @@ def _run(folder: Path) -> tuple[Preempted | None, RunConfig, float]:
     began = time.monotonic()
     try:
         config = from_dict(spec["config"])
-        _prepare_process()
+        _prepare_process(config.hardware.backend)
         refusal = _predict(config) if rank() == 0 else None
         run_job = _loop(config.mode)
         identity = RunIdentity(spec["run_id"], attempt, spec["sweep"], spec["command"], spec["overrides"])
@@ -199,13 +200,18 @@ def failed_rank(error: BaseException) -> int:
     return error.rank if isinstance(error, RankLostError) else rank()
 
 
-def _prepare_process() -> None:
-    """Set the environment variables that torch reads when it is imported."""
+def _prepare_process(backend: str) -> None:
+    """Set the environment variables that torch, Triton and fla read when they are imported; what is set stays."""
     # Threads that spin while they wait are three times slower as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if process_info().world_size > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads(process_info())))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise a lost rank prints a page of C++ frames
+    if backend == "cuda":
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # fewer gaps between segments
+        os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")  # an installed tilelang would replace its kernels
+        # Ranks of several nodes that compile into one folder on NFS can fail (triton-lang/triton, issue 11512).
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"longstraw-triton-{os.getuid()}"))
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         return [self._delta_case(draw, positions), self._convolution_case(draw, positions)]
 
     def _delta_case(self, draw: Draw, positions: int) -> Case:
-        keys, values = self.key_heads, self.value_heads
+        keys, values = map(self.ops.context.share, (self.key_heads, self.value_heads))
         key, value = self.key_dim, self.value_dim
         inputs = {name: draw(positions, keys, key) for name in ("q", "k")} | {"v": draw(positions, values, value)}
         inputs["decay"] = -0.05 * draw(positions, values, wide=True).sigmoid()  # slow: the first state reaches the end
@@ -133,7 +133,7 @@ class GatedDeltaNet(nn.Module):
         return "gated delta rule", inputs, run
 
     def _convolution_case(self, draw: Draw, positions: int) -> Case:
-        channels, taps = sum(self.widths), self.taps
+        channels, taps = self.ops.context.share(sum(self.widths)), self.taps
         inputs = {"x": draw(positions, channels), "weight": draw(channels, taps), "tail": draw(taps - 1, channels)}
 
         def run(ops: Ops, tensors: Tensors) -> Tensors:

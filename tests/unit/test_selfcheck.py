@@ -7,7 +7,7 @@ import torch
 from test_loop import job
 
 from longstraw import selfcheck
-from longstraw.config import load_model_config
+from longstraw.config import ConfigError, load_model_config
 from longstraw.layers.op_cases import Draw
 from longstraw.ops import choose_ops
 from longstraw.selfcheck import SelfCheckError, check_job, check_ops, main, require
@@ -39,6 +39,39 @@ def test_right_operations_pass(model, ops, dtype):
     assert {x.op for x in found} == ops
     assert all(x.passed for x in found)
     require(found, CPU)
+
+
+def test_a_rank_checks_the_heads_that_it_has():
+    """Qwen's tiny model has 2 key heads and 4 value heads of its delta rule: each of two ranks has half of them."""
+    seen = {}
+
+    def noting(backend):
+        ops = choose_ops(backend)
+
+        def delta(q, k, v, *rest):
+            seen["delta"] = q.shape[1], v.shape[1]
+            return ops.delta(q, k, v, *rest)
+
+        def conv(x, *rest):
+            seen["conv"] = x.shape[1]
+            return ops.conv(x, *rest)
+
+        return ops._replace(delta=delta, conv=conv)
+
+    config = load_model_config(QWEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selfcheck, "choose_ops", noting)
+        check_ops(config, Draw(CPU, torch.float32, 0), backend="cpu", **SIZES)
+        whole = dict(seen)
+        check_ops(config, Draw(CPU, torch.float32, 0), backend="cpu", cp=2, **SIZES)
+    assert whole["delta"] == (config.linear_num_key_heads, config.linear_num_value_heads)
+    assert seen["delta"] == tuple(n // 2 for n in whole["delta"])
+    assert seen["conv"] == whole["conv"] // 2
+
+
+def test_ranks_that_cannot_divide_the_heads_are_refused():
+    with pytest.raises(ConfigError, match="3 ranks cannot share a prompt"):
+        check_ops(load_model_config(QWEN), Draw(CPU, torch.float32, 0), backend="cpu", cp=3, **SIZES)
 
 
 def wrong(op, change):
