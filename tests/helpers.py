@@ -11,10 +11,11 @@ from longstraw.config import AlgorithmConfig
 from longstraw.group import Group
 from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.models import build_model
+from longstraw.models.lora import save_adapter
 from longstraw.ops.delta import reference as delta
 from longstraw.ops.sequence_ops import Local
 from longstraw.state import Past
-from longstraw.step import score_fresh
+from longstraw.step import grpo_step, score_fresh
 
 F64 = torch.float64
 RECURRENT_UP_TO = 140  # positions that the oracle's delta rule takes one by one; more in one plain chunked graph
@@ -174,6 +175,70 @@ def plain_logits(hidden, weight, targets):
     logits = hidden @ weight.T
     lse = logits.logsumexp(-1)
     return logits.gather(1, targets[:, None])[:, 0], lse, (logits.softmax(-1) * logits).sum(-1)
+
+
+@torch.no_grad()
+def hf_logprobs(model, group):
+    """Return the log-probabilities of each response by transformers' model, each after its own prompt."""
+    rows = [torch.cat([group.prompt, response[:-1]]) for response in group.responses]
+    logits = [model(row[None], use_cache=False).logits[0, group.prompt_positions - 1 :] for row in rows]
+    pairs = zip(logits, group.responses, strict=True)
+    return [values.log_softmax(-1).gather(1, response[:, None])[:, 0] for values, response in pairs]
+
+
+def whole_sequences(model, group):
+    """Add the gradient of the group's loss by transformers' model, each response after its own prompt.
+
+    Returns log-probabilities.
+    """
+    algorithm, logprobs = AlgorithmConfig(), []
+    per_branch = zip(
+        group.responses, advantages(group.rewards), denominators(group, algorithm, 0), group.old_logprobs, strict=True
+    )
+    for response, advantage, denominator, old in per_branch:
+        tokens = torch.cat([group.prompt, response[:-1]])
+        logits = model(tokens[None], use_cache=False).logits[0, len(group.prompt) - 1 :]
+        lp = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        branch_loss(lp, BranchTerms(advantage, denominator, old), algorithm).loss.backward()
+        logprobs.append(lp.detach())
+    return logprobs
+
+
+def assert_step_is_theirs(theirs, ours, group, bar):
+    """Compare a step with transformers' model on whole sequences; of a detached one only the gradients differ."""
+    logprobs = whole_sequences(theirs, group)
+    target = take_gradients(theirs)
+    result = grpo_step(ours, group, chunk=64)
+    distance, name = worst(take_gradients(ours), target)
+    assert furthest(result.logprobs, logprobs) < bar
+    assert distance < bar, name
+    detached = grpo_step(ours, group, chunk=64, prompt_grad="detached")
+    assert furthest(detached.logprobs, logprobs) < bar
+    assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
+
+
+def assert_adapter_is_theirs(fresh, ours, folder, *, adapted, bar):
+    """Give ``ours`` an adapter that matters, save it to ``folder`` and compare a step with PEFT's on ``fresh``.
+
+    ``fresh`` is transformers' model of the same weights, of which PEFT must find ``adapted`` modules.
+    """
+    from peft import PeftModel
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for n, parameter in ours.named_parameters():
+            if "lora_B" in n:
+                parameter.normal_(0, 0.1, generator=generator)
+    save_adapter(ours, folder)
+    wrapped = PeftModel.from_pretrained(fresh, folder, is_trainable=True)
+    group = make_group(ours, 130, (9, 20))
+    logprobs = whole_sequences(wrapped, group)
+    target = {n.removeprefix("base_model.model."): p.grad for n, p in wrapped.named_parameters() if p.requires_grad}
+    result = grpo_step(ours, group, chunk=64)
+    assert len(target) == 2 * adapted
+    distance, name = worst({n: p.grad for n, p in ours.named_parameters() if p.requires_grad}, target)
+    assert distance < bar, name
+    assert furthest(result.logprobs, logprobs) < bar
 
 
 def take_gradients(model):

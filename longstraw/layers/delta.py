@@ -5,6 +5,9 @@ T positions, d model width, A key heads, B value heads, K and V their widths, C 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -113,34 +116,27 @@ class GatedDeltaNet(nn.Module):
         return (end - start) * (weight_flops(self) + rule + 2 * sum(self.widths) * self.taps)
 
     def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
-        return [self._delta_case(draw, positions), self._convolution_case(draw, positions)]
+        share, key, value = self.ops.context.share, self.key_dim, self.value_dim
+        keys, values = share(self.key_heads), share(self.value_heads)
+        scan = {name: draw(positions, keys, key) for name in ("q", "k")} | {"v": draw(positions, values, value)}
+        scan["decay"] = -0.05 * draw(positions, values, wide=True).sigmoid()  # slow: the first state reaches the end
+        scan["beta"] = draw(positions, values).sigmoid()
+        scan["state"] = draw(values, key, value, wide=True)
+        channels, taps = share(sum(self.widths)), self.taps
+        conv = {"x": draw(positions, channels), "weight": draw(channels, taps), "tail": draw(taps - 1, channels)}
+        return [
+            _case("gated delta rule", scan, lambda ops: ops.delta, ("output", "final state")),
+            _case("causal convolution", conv, lambda ops: ops.conv, ("output", "new tail")),
+        ]
 
-    def _delta_case(self, draw: Draw, positions: int) -> Case:
-        keys, values = map(self.ops.context.share, (self.key_heads, self.value_heads))
-        key, value = self.key_dim, self.value_dim
-        inputs = {name: draw(positions, keys, key) for name in ("q", "k")} | {"v": draw(positions, values, value)}
-        inputs["decay"] = -0.05 * draw(positions, values, wide=True).sigmoid()  # slow: the first state reaches the end
-        inputs["beta"] = draw(positions, values).sigmoid()
-        inputs["state"] = draw(values, key, value, wide=True)
 
-        def run(ops: Ops, tensors: Tensors) -> Tensors:
-            return differentiated(
-                tensors,
-                tuple(inputs),
-                lambda leaves: dict(zip(("output", "final state"), ops.delta(*leaves.values()), strict=True)),
-            )
+def _case(name: str, inputs: Tensors, chosen: Callable[[Ops], Callable[..., Any]], results: tuple[str, str]) -> Case:
+    """Return the case of an operation on all ``inputs``, each of which gets a gradient."""
 
-        return "gated delta rule", inputs, run
+    def run(ops: Ops, tensors: Tensors) -> Tensors:
+        def call(leaves: Tensors) -> Tensors:
+            return dict(zip(results, chosen(ops)(*leaves.values()), strict=True))
 
-    def _convolution_case(self, draw: Draw, positions: int) -> Case:
-        channels, taps = self.ops.context.share(sum(self.widths)), self.taps
-        inputs = {"x": draw(positions, channels), "weight": draw(channels, taps), "tail": draw(taps - 1, channels)}
+        return differentiated(tensors, tuple(inputs), call)
 
-        def run(ops: Ops, tensors: Tensors) -> Tensors:
-            return differentiated(
-                tensors,
-                tuple(inputs),
-                lambda leaves: dict(zip(("output", "new tail"), ops.conv(*leaves.values()), strict=True)),
-            )
-
-        return "causal convolution", inputs, run
+    return name, inputs, run

@@ -5,15 +5,24 @@ import logging
 
 import pytest
 import torch
-from helpers import furthest, make_group, oracle, relative, take_gradients, whole, worst
+from helpers import (
+    assert_adapter_is_theirs,
+    assert_step_is_theirs,
+    furthest,
+    hf_logprobs,
+    make_group,
+    oracle,
+    relative,
+    take_gradients,
+    worst,
+)
 from llama_helpers import CLASSES, LLAMA3, both, llama_model
 from safetensors.torch import load_file, save_file
-from test_transformers import whole_sequences
 
 from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, AlgorithmConfig, ConfigError, read_model_config
 from longstraw.models.hf_save import save_model
-from longstraw.models.lora import add_adapter, save_adapter
+from longstraw.models.lora import add_adapter
 from longstraw.step import score_fresh
 
 transformers = pytest.importorskip("transformers")
@@ -47,16 +56,7 @@ def test_names_shapes_and_values_are_theirs(models, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_and_gradients_are_theirs(models, name):
     theirs, ours, _ = models(name)
-    group = make_group(ours, 193, (33, 9))
-    logprobs = whole_sequences(theirs, group)
-    target = take_gradients(theirs)
-    result = grpo_step(ours, group, chunk=64)
-    distance, worst_name = worst(take_gradients(ours), target)
-    assert furthest(result.logprobs, logprobs) < SINGLE
-    assert distance < SINGLE, worst_name
-    detached = grpo_step(ours, group, chunk=64, prompt_grad="detached")
-    assert furthest(detached.logprobs, logprobs) < SINGLE
-    assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
+    assert_step_is_theirs(theirs, ours, make_group(ours, 193, (33, 9)), SINGLE)
 
 
 def changed(config, key):
@@ -93,15 +93,6 @@ def test_another_rotary_embedding_is_seen(models, name, key):
     group = make_group(ours, 193, (33, 9))
     with torch.no_grad():
         assert furthest(score_fresh(ours, group, chunk=64), hf_logprobs(theirs, group)) > 10 * SINGLE
-
-
-def hf_logprobs(theirs, group):
-    logprobs = []
-    for response in group.responses:
-        tokens = torch.cat([group.prompt, response[:-1]])
-        logits = theirs(tokens[None], use_cache=False).logits[0, len(group.prompt) - 1 :]
-        logprobs.append(logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
-    return logprobs
 
 
 @pytest.mark.parametrize(
@@ -210,26 +201,12 @@ def test_both_uses_of_a_tied_weight_count():
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3, biases"])
 def test_adapters_are_those_of_peft_on_transformers(models, name, tmp_path):
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     theirs, _, folder = models(name)
     ours = add_adapter(load_model(folder, dtype="float32"), AdapterConfig(name="lora", rank=4, alpha=8))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for n, parameter in ours.named_parameters():
-            if "lora_B" in n:
-                parameter.normal_(0, 0.1, generator=generator)
-    save_adapter(ours, tmp_path / "adapter")
     fresh = type(theirs).from_pretrained(folder, dtype=torch.float32)
-    wrapped = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter", is_trainable=True)
-    group = make_group(ours, 130, (9, 20))
-    logprobs = whole_sequences(wrapped, group)
-    target = {n.removeprefix("base_model.model."): p.grad for n, p in wrapped.named_parameters() if p.requires_grad}
-    result = grpo_step(ours, group, chunk=64)
-    gradients = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad}
-    assert len(target) == 2 * 7 * ours.config.num_hidden_layers
-    distance, which = worst(gradients, target)
-    assert distance < SINGLE, which
-    assert furthest(result.logprobs, logprobs) < SINGLE
+    adapted = 7 * ours.config.num_hidden_layers
+    assert_adapter_is_theirs(fresh, ours, tmp_path / "adapter", adapted=adapted, bar=SINGLE)
 
 
 def test_adapters_are_plain_autograd_and_refuse_a_tied_head():

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import enlarge, furthest, make_group
+from helpers import enlarge, furthest, hf_logprobs, make_group
 from safetensors.torch import load_file, save_file
 
 from longstraw import grpo_step, load_model
@@ -74,14 +74,6 @@ def stepped(model):
     return group, before, after
 
 
-@torch.no_grad()
-def their_logprobs(model, group):
-    rows = [torch.cat([group.prompt, response]) for response in group.responses]
-    logits = [model(row[None, :-1], use_cache=False).logits[0, group.prompt_positions - 1 :] for row in rows]
-    pairs = zip(logits, group.responses, strict=True)
-    return [values.log_softmax(-1).gather(1, response[:, None])[:, 0] for values, response in pairs]
-
-
 def stored(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -94,7 +86,7 @@ def test_the_multimodal_class_goes_in_and_out(published, tmp_path, caplog):
     assert read_model_config(folder).dtype == "float32"
     model = load_model(folder)
     group = make_group(model, 65, (12, 9))
-    assert furthest(score_fresh(model, group, chunk=64), their_logprobs(theirs, group)) < SAME
+    assert furthest(score_fresh(model, group, chunk=64), hf_logprobs(theirs, group)) < SAME
     group, _, after = stepped(model)
     with caplog.at_level(logging.INFO, logger="longstraw"):
         save_model(model, tmp_path / "saved")
@@ -102,7 +94,7 @@ def test_the_multimodal_class_goes_in_and_out(published, tmp_path, caplog):
     again, info = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    assert furthest(their_logprobs(again, group), after) < SAME
+    assert furthest(hf_logprobs(again, group), after) < SAME
     before, now = stored(folder), stored(tmp_path / "saved")
     assert before.keys() == now.keys()
     untouched = [name for name in before if name.startswith(("model.visual.", "mtp."))]
@@ -126,13 +118,13 @@ def test_a_tied_head_goes_in_and_out(tmp_path):
     assert "lm_head.weight" not in stored(tmp_path / "base")
     model = load_model(tmp_path / "base")
     group = make_group(model, 65, (12, 9))
-    assert furthest(score_fresh(model, group, chunk=64), their_logprobs(theirs, group)) < SAME
+    assert furthest(score_fresh(model, group, chunk=64), hf_logprobs(theirs, group)) < SAME
     group, _, after = stepped(model)
     save_model(model, tmp_path / "saved")
     assert "lm_head.weight" not in stored(tmp_path / "saved")
     again, info = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"]
-    assert furthest(their_logprobs(again, group), after) < SAME
+    assert furthest(hf_logprobs(again, group), after) < SAME
 
     said = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
@@ -159,7 +151,7 @@ def test_without_its_base_the_text_model_is_saved(published, tmp_path, caplog):
     read, info = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info.values())
     group = make_group(model, 65, (12, 9))
-    assert furthest(their_logprobs(read, group), score_fresh(model, group, chunk=64)) < SAME
+    assert furthest(hf_logprobs(read, group), score_fresh(model, group, chunk=64)) < SAME
 
 
 def test_an_adapter_fits_the_class_that_its_base_names(published, tmp_path, caplog):
@@ -179,8 +171,8 @@ def test_an_adapter_fits_the_class_that_its_base_names(published, tmp_path, capl
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == str(folder)
     base = type(theirs).from_pretrained(folder)
-    plain = their_logprobs(base, group)
-    served = their_logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), group)
+    plain = hf_logprobs(base, group)
+    served = hf_logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), group)
     assert furthest(served, after) < SAME
     assert furthest(served, plain) > 100 * SAME
     again = add_adapter(load_model(folder), AdapterConfig(name="lora", checkpoint=str(tmp_path / "adapter")))
@@ -190,7 +182,7 @@ def test_an_adapter_fits_the_class_that_its_base_names(published, tmp_path, capl
     save_file(wrong, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
     base = type(theirs).from_pretrained(folder)
     with pytest.warns(UserWarning, match="missing adapter keys"):
-        unserved = their_logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), group)
+        unserved = hf_logprobs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"), group)
     assert furthest(unserved, plain) < SAME  # the other prefix is an adapter that does nothing
 
 
@@ -248,7 +240,7 @@ def test_fp8_is_dequantised_as_transformers_does(fp8, tmp_path):
     assert "quantization_config" not in content
     assert not any(name.endswith("_scale_inv") for name in stored(tmp_path / "saved"))
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert furthest(their_logprobs(read, group), after) < SAME
+    assert furthest(hf_logprobs(read, group), after) < SAME
 
 
 PROJECTION = "model.layers.3.self_attn.k_proj.weight"

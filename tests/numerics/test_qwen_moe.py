@@ -4,15 +4,26 @@ import json
 
 import pytest
 import torch
-from helpers import enlarge, furthest, make_group, moe_model, oracle, relative, take_gradients, whole, worst
+from helpers import (
+    assert_adapter_is_theirs,
+    assert_step_is_theirs,
+    enlarge,
+    furthest,
+    hf_logprobs,
+    make_group,
+    moe_model,
+    oracle,
+    relative,
+    take_gradients,
+    worst,
+)
 from safetensors.torch import load_file
-from test_transformers import whole_sequences
 
 from longstraw import build_model, grpo_step, load_model
 from longstraw.config import AdapterConfig, ConfigError, read_model_config
 from longstraw.layers import feedforward
 from longstraw.models.hf_save import save_model
-from longstraw.models.lora import add_adapter, save_adapter
+from longstraw.models.lora import add_adapter
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,16 +62,7 @@ def test_names_shapes_and_values_are_theirs(models):
 
 def test_logprobs_and_gradients_are_theirs(models):
     theirs, ours, _ = models
-    group = make_group(ours, 193, (33, 9))
-    logprobs = whole_sequences(theirs, group)
-    target = take_gradients(theirs)
-    result = grpo_step(ours, group, chunk=64)
-    distance, name = worst(take_gradients(ours), target)
-    assert furthest(result.logprobs, logprobs) < SINGLE
-    assert distance < SINGLE, name
-    detached = grpo_step(ours, group, chunk=64, prompt_grad="detached")
-    assert furthest(detached.logprobs, logprobs) < SINGLE
-    assert relative(whole(take_gradients(ours)), whole(target)) > 1e-2
+    assert_step_is_theirs(theirs, ours, make_group(ours, 193, (33, 9)), SINGLE)
 
 
 def _not_normalised(logits, count):
@@ -98,9 +100,7 @@ WRONG = {
 def test_another_mixture_is_seen(models, monkeypatch, part):
     theirs, ours, _ = models
     group = make_group(ours, 66, (9, 3))
-    with torch.no_grad():
-        logits = [theirs(torch.cat([group.prompt, r[:-1]])[None]).logits[0, 65:] for r in group.responses]
-    expected = [x.log_softmax(-1).gather(1, r[:, None])[:, 0] for x, r in zip(logits, group.responses, strict=True)]
+    expected = hf_logprobs(theirs, group)
     assert furthest(grpo_step(ours, group, chunk=64).logprobs, expected) < SINGLE
     monkeypatch.setattr(*WRONG[part])
     assert furthest(grpo_step(ours, group, chunk=64).logprobs, expected) > 100 * SINGLE
@@ -177,29 +177,15 @@ def test_fused_experts_are_read_as_they_are_published(models, tmp_path):
 @pytest.mark.parametrize("targets", [[], ["q_proj", "gate_proj", "up_proj", "down_proj"]])
 def test_adapters_are_those_of_peft_on_transformers(models, tmp_path, caplog, targets):
     """By default three maps of each delta layer and four of the full one; the shared experts' if they are named."""
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     theirs, _, folder = models
     ours = add_adapter(
         load_model(folder, dtype="float32"), AdapterConfig(name="lora", rank=4, alpha=8, targets=targets)
     )
     assert not [record for record in caplog.records if "not in PEFT" in record.message]
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for n, parameter in ours.named_parameters():
-            if "lora_B" in n:
-                parameter.normal_(0, 0.1, generator=generator)
-    save_adapter(ours, tmp_path / "adapter")
     fresh = type(theirs).from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    wrapped = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter", is_trainable=True)
-    group = make_group(ours, 130, (9, 20))
-    logprobs = whole_sequences(wrapped, group)
-    target = {n.removeprefix("base_model.model."): p.grad for n, p in wrapped.named_parameters() if p.requires_grad}
-    result = grpo_step(ours, group, chunk=64)
-    gradients = {n: p.grad for n, p in ours.named_parameters() if p.requires_grad}
-    assert len(target) == 2 * ((1 + 3 * 4) if targets else (3 * 3 + 4))
-    distance, which = worst(gradients, target)
-    assert distance < SINGLE, which
-    assert furthest(result.logprobs, logprobs) < SINGLE
+    adapted = (1 + 3 * 4) if targets else (3 * 3 + 4)
+    assert_adapter_is_theirs(fresh, ours, tmp_path / "adapter", adapted=adapted, bar=SINGLE)
 
 
 @pytest.mark.parametrize(

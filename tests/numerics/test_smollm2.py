@@ -6,8 +6,7 @@ import inspect
 
 import pytest
 import torch
-from helpers import furthest, take_gradients, worst
-from test_transformers import whole_sequences
+from helpers import furthest, hf_logprobs, take_gradients, whole_sequences, worst
 
 from longstraw import grpo_step, load_model
 from longstraw.config import AdapterConfig, ConfigError, load_model_config, read_model_config
@@ -45,14 +44,6 @@ def theirs(folder, **keys):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keys)
 
 
-@torch.no_grad()
-def their_logprobs(model, group):
-    ids = [torch.cat([group.prompt, response]) for response in group.responses]
-    logits = [model(row[None, :-1], use_cache=False).logits[0, group.prompt_positions - 1 :] for row in ids]
-    pairs = zip(logits, group.responses, strict=True)
-    return [rows.log_softmax(-1).gather(1, response[:, None])[:, 0] for rows, response in pairs]
-
-
 def text_group(tokens, prompt, lengths=(24, 16)):
     """Return a group whose prompt and responses are stretches of the text, with made old log-probabilities."""
     starts = [prompt + 100 * i for i in range(len(lengths))]
@@ -72,7 +63,7 @@ def test_sizes_are_those_of_the_file_in_conf(folder):
 
 def test_logprobs_of_text_are_theirs(folder, tokens):
     group = Group(tokens[:1], [tokens[1:2001], tokens[1:9]], [1.0, 0.0])
-    expected = their_logprobs(theirs(folder), group)
+    expected = hf_logprobs(theirs(folder), group)
     assert furthest(score_fresh(load_model(folder), group, chunk=512), expected) < 1e-4
     assert -3 < float(expected[0].mean()) < -0.5  # it has learnt to read Python
     other, start = load_model(folder, rope_theta=1e4), Group(tokens[:1], [tokens[1:101], tokens[1:9]], [1.0, 0.0])
@@ -130,7 +121,7 @@ def test_a_step_is_saved_and_read_back(folder, tokens, tmp_path, prompt, prompt_
         read = peft.PeftModel.from_pretrained(theirs(folder), tmp_path / "saved")
     ours = score_fresh(model.double(), group, chunk=512)
     # At 2,048 positions the two differ by 1.5e-5 before any step too; float32 rotary angles may be the reason.
-    assert furthest(their_logprobs(read.double(), group), ours) < (1e-5 if prompt < 1000 else 5e-5)
+    assert furthest(hf_logprobs(read.double(), group), ours) < (1e-5 if prompt < 1000 else 5e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved" if adapter == "none" else folder)
     assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
