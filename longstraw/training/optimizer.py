@@ -54,9 +54,7 @@ class Optimizer:
         norm = total_norm(((g, share(p)) for p, g in there if g is not None), self.parameters[0].device)
         if self._all(norm.isfinite() & loss.isfinite()) and self.optimizer is not None:
             if self.config.max_grad_norm is not None:
-                scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
-                for gradient in self.gradients():
-                    gradient.mul_(scale)
+                self._scale((self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch clips
             del there
             self._step()
         for parameter in self.parameters:
@@ -102,6 +100,10 @@ class Optimizer:
         updated = self.updated[next(i for i, p in enumerate(self.parameters) if p is parameter)]
         state = [] if self.optimizer is None else list(self.optimizer.state[updated].values())
         return state if updated is parameter else [updated, *state]
+
+    def _scale(self, factor: Tensor) -> None:
+        for gradient in self.gradients():  # in ``update`` the loop's name would keep the last one while state is made
+            gradient.mul_(factor)
 
     def _step(self) -> None:
         """Run the optimizer with gradients in the parameters' dtype, each freed after the step."""

@@ -27,6 +27,7 @@ CASES = {
     "bfloat16": {"prompt_grad": "exact", "steps": 2, "model": {"dtype": "bfloat16"}},
     "an optimizer in host memory": {"steps": 2, "optimizer": {"device": "cpu"}},
     "adapters": {"prompt_grad": "exact", "adapter": {"name": "lora"}},
+    "a vocabulary wider than all else": {"steps": 2, "model": {"dtype": "bfloat16", "vocab_size": 8192}},
     "glm": {"prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
 

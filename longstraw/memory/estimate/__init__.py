@@ -131,15 +131,24 @@ def _prediction(
     state = verbs["optimizer"]["optimizer"]
     if not held or config.optimizer.name == "none":
         verbs = {verb: {**kinds, "optimizer": 0} for verb, kinds in verbs.items()}
-    verbs["optimizer"]["activations"] += (first.tensors + 4) * BLOCK  # the norm of each gradient, and of all
-    if config.optimizer.name != "none":  # gradients in the parameters' dtype, as the state may have been made
-        narrow = {**verbs["optimizer"], "optimizer": state}
-        if config.optimizer.device is None:
-            narrow["gradients"] = first.narrow_gradients
-        verbs["optimizer"] = max(verbs["optimizer"], narrow, key=total)
+    verbs["optimizer"] = _update(config, first, verbs["optimizer"], state)
     verb = max(verbs, key=lambda name: total(verbs[name]))
     host = _mean(weights, [count.host for count in counts]) + _waiting(config)
     return Prediction(total(verbs[verb]), verb, verbs[verb], {name: total(x) for name, x in verbs.items()}, host)
+
+
+def _update(config: RunConfig, counts: Counts, before: Kinds, state: int) -> Kinds:
+    """Return the most that the optimizer's update holds: ``before`` at its beginning, and it makes its ``state``."""
+    own = (counts.tensors + 4) * BLOCK  # of each gradient, and of all
+    norms = {**before, "activations": before["activations"] + own}
+    if config.optimizer.name == "none":
+        return norms
+    step = {**before, "optimizer": state}
+    narrowed = dict(before)
+    if config.optimizer.device is None:  # gradients are brought into the parameters' dtype, one after the other
+        narrowed["gradients"] += counts.first_narrowed
+        step["gradients"] = min(before["gradients"], counts.narrow_gradients)
+    return max(norms, narrowed, step, key=total)
 
 
 def _weights(lengths: Lengths, counted: Sequence[Lengths]) -> list[float]:

@@ -39,6 +39,7 @@ class Counts:
     host: int  # the most in host memory
     tensors: int  # that are trained
     narrow_gradients: int  # bytes of their gradients in their own dtype
+    first_narrowed: int  # the most bytes that bringing them into it adds before it frees as much
 
 
 _counted: dict[str, Counts] = {}

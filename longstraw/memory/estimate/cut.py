@@ -7,6 +7,7 @@ gradients and optimizer state of the others are allocated in the sizes of one of
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -126,7 +127,7 @@ class CutStep:
         trained = [*trainer.optimizer.parameters, *self._cuts[0].left_out()]
         left_out = 0 if config.optimizer.device is None else _narrow_bytes(self._cuts[0].left_out())
         verbs = {**watch.verbs, "optimizer": watch.before_update}
-        return Counts(verbs, watch.host + left_out, len(trained), _narrow_bytes(trained))
+        return Counts(verbs, watch.host + left_out, len(trained), _narrow_bytes(trained), _narrowed(trainer.optimizer))
 
     def _learn_sizes(self) -> None:
         """Evaluate one chunk before any step, so that all steps evaluate the same and a line joins like with like."""
@@ -220,6 +221,13 @@ def decisive(kinds: list[Any]) -> set[int]:
 def _like(tensor: Tensor) -> Tensor:
     """Return a tensor with as many bytes as this rank holds of ``tensor``."""
     return torch.empty(local_tensor(tensor.detach()).untyped_storage().nbytes(), dtype=torch.uint8)
+
+
+def _narrowed(optimizer: Optimizer) -> int:
+    """Return the most bytes by which narrower copies of the gradients exceed what was freed for those before."""
+    sizes = [_narrow_bytes([p]) for p in optimizer.parameters if optimizer.is_summed(p)]
+    freed = [0, *itertools.accumulate(sizes)]  # a copy has half the bytes
+    return max((size - before for size, before in zip(sizes, freed, strict=False)), default=0)
 
 
 def _narrow_bytes(parameters: Iterable[Tensor]) -> int:
