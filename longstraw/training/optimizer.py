@@ -42,13 +42,15 @@ class Optimizer:
             for updated in self.updated:
                 self.optimizer.state[updated] = _host_state(updated)
 
-    def update(self, loss: Tensor) -> float:
-        """Clip the gradients, update the parameters and drop the gradients; return their norm before clipping.
+    def update(self, loss: Tensor, scale: float = 1.0) -> float:
+        """Scale and clip the gradients, update the parameters and drop the gradients; return the norm before clipping.
 
         If the loss or the norm is not finite the parameters stay as they were.
         """
         if self.parallel is not None:
             self.parallel.finish_gradients(self._gradient)
+        if scale != 1:
+            self._scale(scale)
         share = self.parallel.share if self.parallel is not None else lambda _: 1.0
         there = [(parameter, self._gradient(parameter)) for parameter in self.parameters]
         norm = total_norm(((g, share(p)) for p, g in there if g is not None), self.parameters[0].device)
@@ -101,7 +103,7 @@ class Optimizer:
         state = [] if self.optimizer is None else list(self.optimizer.state[updated].values())
         return state if updated is parameter else [updated, *state]
 
-    def _scale(self, factor: Tensor) -> None:
+    def _scale(self, factor: Tensor | float) -> None:
         for gradient in self.gradients():  # in ``update`` the loop's name would keep the last one while state is made
             gradient.mul_(factor)
 
