@@ -5,6 +5,7 @@ from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
 from longstraw.config.data import DATA, DataConfig, JsonlConfig, MadeConfig, NeedleConfig
+from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
     INNER_CHUNK,
@@ -32,6 +33,7 @@ from longstraw.config.run import (
     gradient_start,
     schema_of,
     to_dict,
+    with_sizes,
 )
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluateConfig",
     "HardwareConfig",
     "JsonlConfig",
     "LaunchConfig",
@@ -75,4 +78,5 @@ __all__ = [
     "schema_of",
     "to_dict",
     "use_conf_dirs",
+    "with_sizes",
 ]

@@ -19,6 +19,7 @@ from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
 from longstraw.config.converted import is_unfetched
 from longstraw.config.data import DATA, DataConfig
+from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
 from longstraw.units import parse_count
@@ -126,6 +127,7 @@ class RunConfig:
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     group_size: int = number(2, 2, 2**16, hint=GROUP_HINT)
     context: Any = number("2.1M", 2, POSITIONS)  # positions of one branch: prompt + response
     response_length: Any = number("${model.response_length}", 1, POSITIONS)
@@ -185,6 +187,7 @@ class RunConfig:
                 "the prompt and one response"
             )
         self._check_rollout()
+        self._check_evaluation()
         if self.prompt_grad == "exact" and self.refresh_every > 1:
             raise ConfigError(
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
@@ -209,6 +212,23 @@ class RunConfig:
             )
         if self.mask_truncated and not self.stop:
             raise ConfigError("mask_truncated=true needs stop=[...]: without a stop token every response is truncated")
+
+    def _check_evaluation(self) -> None:
+        shortest = min(self.evaluate.positions(), default=self.context)
+        if self.response_length >= shortest:
+            raise ConfigError(
+                f"evaluate.contexts: response_length={self.response_length} leaves no prompt in {shortest}"
+            )
+        every, ranks = self.evaluate.every, self.hardware.world_size
+        if every is None or self.mode in ("simulate", "emulate"):
+            return
+        if every % self.refresh_every:
+            raise ConfigError(
+                f"evaluate.every={every} must be a multiple of refresh_every={self.refresh_every}: in between, an "
+                "evaluation would hold a second prompt's state"
+            )
+        if ranks > 1:
+            raise ConfigError(f"evaluate.every runs in one process so far, and hardware has {ranks}")
 
     @property
     def processes(self) -> HardwareConfig:
@@ -247,6 +267,7 @@ GROUPS: dict[str, type[Any]] = {
     "simulation": SimulationConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
+    "evaluate": EvaluateConfig,
 }
 COUNTS = {f.name: f.metadata["range"] for f in fields(RunConfig) if "range" in f.metadata and f.type == "Any"}
 
@@ -288,7 +309,12 @@ def from_composed(composed: Any) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
-    config = from_dict({str(key): value for key, value in values.items()})
+    return with_sizes({str(key): value for key, value in values.items()})
+
+
+def with_sizes(values: Mapping[str, Any]) -> RunConfig:
+    """Return the run that nested plain dicts describe, with the sizes of the checkpoint that they name."""
+    config = from_dict(values)
     if config.model.checkpoint is not None and not is_unfetched(config.model.checkpoint):
         kept = {key: getattr(config.model, key) for key in ("dtype", "rope_angles", "chunk", "response_length")}
         if config.model.rope_scaling.factor != 1:
