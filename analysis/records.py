@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longstraw.tracking.schema import KEYS, SCHEMA, fits, numbers
+from longstraw.tracking.schema import KEYS, SCHEMA, after_last_step, fits, numbers
 
 Row = dict[str, Any]
 
@@ -122,6 +122,7 @@ def merge(rows: Iterable[Row]) -> list[Job]:
 
 
 def _merge_job(run_id: str, rows: list[Row]) -> Job:
+    rows = [row for row in rows if not after_last_step(row)] or rows  # all its steps are taken
     rows = sorted(rows, key=lambda row: row["attempt"])  # stable: the order within an attempt is kept
     by_step: dict[int, Row] = {}
     for row in rows:

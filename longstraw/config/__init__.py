@@ -5,6 +5,7 @@ from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
 from longstraw.config.data import DATA, DataConfig, JsonlConfig, MadeConfig, NeedleConfig
+from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
     INNER_CHUNK,
@@ -50,6 +51,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "EvaluateConfig",
     "HardwareConfig",
     "JsonlConfig",
     "LaunchConfig",

@@ -19,6 +19,7 @@ from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
 from longstraw.config.converted import checkpoint_folder, is_unfetched
 from longstraw.config.data import DATA, DataConfig, JsonlConfig
+from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.hf_files import end_tokens
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
@@ -127,6 +128,7 @@ class RunConfig:
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     group_size: int = number(2, 2, 2**16, hint=GROUP_HINT)
     context: Any = number("2.1M", 2, POSITIONS)  # positions of one branch: prompt + response
     response_length: Any = number("${model.response_length}", 1, POSITIONS)
@@ -200,6 +202,7 @@ class RunConfig:
             )
         self._check_rollout()
         self._check_schedule()
+        self._check_evaluation()
         if self.prompt_grad == "exact" and self.refresh_every > 1:
             raise ConfigError(
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
@@ -280,6 +283,23 @@ class RunConfig:
             return [] if is_unfetched(checkpoint) else end_tokens(checkpoint_folder(checkpoint))
         return end_tokens(self.data.tokenizer) if isinstance(self.data, JsonlConfig) else []
 
+    def _check_evaluation(self) -> None:
+        shortest = min(self.evaluate.positions(), default=self.context)
+        if self.response_length >= shortest:
+            raise ConfigError(
+                f"evaluate.contexts: response_length={self.response_length} leaves no prompt in {shortest}"
+            )
+        every, ranks = self.evaluate.every, self.hardware.world_size
+        if every is None or self.mode in ("simulate", "emulate"):
+            return
+        if every % self.refresh_every:
+            raise ConfigError(
+                f"evaluate.every={every} must be a multiple of refresh_every={self.refresh_every}: in between, an "
+                "evaluation would hold a second prompt's state"
+            )
+        if ranks > 1:
+            raise ConfigError(f"evaluate.every runs in one process so far, and hardware has {ranks}")
+
     @property
     def processes(self) -> HardwareConfig:
         """What the job's processes ask for: ``simulate`` and ``emulate`` are one process, whatever the hardware."""
@@ -317,6 +337,7 @@ GROUPS: dict[str, type[Any]] = {
     "simulation": SimulationConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
+    "evaluate": EvaluateConfig,
 }
 COUNTS = {f.name: f.metadata["range"] for f in fields(RunConfig) if "range" in f.metadata and f.type == "Any"}
 

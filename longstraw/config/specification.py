@@ -1,7 +1,7 @@
 """Decide whether two configurations give the same numbers, so that only such a run resumes a checkpoint.
 
-All keys matter but those in ``FREE``: where and on how many ranks a job runs, how it is tracked and saved, and how many
-steps it takes in all.
+All keys matter but those in ``FREE``: where and on how many ranks a job runs, how it is tracked, evaluated and
+saved, and how many steps it takes in all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ FREE = (
     "checkpoint",
     "chunk",
     "claim",
+    "evaluate",
     "hardware",
     "launch",
     "mode",

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from longstraw.config import DATA, JsonlConfig, MadeConfig, NeedleConfig, RunConfig
+from longstraw.config.data import MADE
 from longstraw.data.haystack import check_haystack
 from longstraw.data.jsonl import JsonlTask, check_jsonl
 from longstraw.data.made import MadeTask
 from longstraw.data.needle import NeedleTask, check_room
 from longstraw.data.task import DataError, Task
-from longstraw.data.tokenizer import ByteTokenizer, find_tokenizer, load_tokenizer
+from longstraw.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 
-__all__ = ["DataError", "Task", "build_task", "check_data", "tokenizer_folder"]
+__all__ = ["DataError", "Task", "build_task", "check_data", "check_held_out", "run_tokenizer", "tokenizer_folder"]
 
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
@@ -37,14 +38,26 @@ def check_data(config: RunConfig) -> None:
             check_room(config, tokenizer)
 
 
+def check_held_out(config: RunConfig) -> None:
+    """Raise ``DataError`` unless ``config.data`` have held-out prompts and rewards for any response to them."""
+    if not isinstance(config.data, MadeConfig):
+        raise DataError(
+            f"data={config.data.name} has no held-out prompts to evaluate on; these have: {', '.join(MADE)}"
+        )
+
+
+def run_tokenizer(config: RunConfig) -> Tokenizer:
+    """Return the tokenizer of a run's data."""
+    folder = config.data.tokenizer if isinstance(config.data, JsonlConfig) else None
+    return load_tokenizer(folder, checkpoint=config.model.checkpoint, vocab_size=config.model.vocab_size)
+
+
 def build_task(config: RunConfig) -> Task:
     """Return the task that ``config.data`` names, its data read and checked.
 
     Raises ``DataError`` for data that cannot be used, ``FileNotFoundError`` for missing files.
     """
-    data = config.data
-    folder = data.tokenizer if isinstance(data, JsonlConfig) else None
-    tokenizer = load_tokenizer(folder, checkpoint=config.model.checkpoint, vocab_size=config.model.vocab_size)
+    data, tokenizer = config.data, run_tokenizer(config)
     if isinstance(data, JsonlConfig):
         return JsonlTask(config, data, tokenizer)
     if isinstance(data, NeedleConfig):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from longstraw.config import CheckpointConfig, ConfigError, RunConfig
+from longstraw.config import CheckpointConfig, ConfigError, EvaluateConfig, RunConfig
 from longstraw.config.converted import checkpoint_folder
 from longstraw.config.hf_files import check_adapter, check_weights
-from longstraw.data import check_data, tokenizer_folder
+from longstraw.data import check_data, check_held_out, tokenizer_folder
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -24,6 +24,8 @@ def check_inputs(config: RunConfig) -> None:
             embedding = (config.model.vocab_size, config.model.hidden_size)
             check_weights(folder, layers=config.model.num_hidden_layers, embedding=embedding)
         check_data(config)
+        if config.evaluate.every is not None:
+            check_held_out(config)
     if config.hardware.python is None:  # another Python has its own packages
         _check_packages(config)
 
@@ -56,7 +58,8 @@ def without_effect(config: RunConfig) -> str | None:
     without = {
         f"mode={config.mode}": {
             "save": simulates and config.save,
-            "checkpoint.*": simulates and _is_set(config.checkpoint),
+            "checkpoint.*": simulates and config.checkpoint != CheckpointConfig(),
+            "evaluate.*": simulates and config.evaluate != EvaluateConfig(),
         },
         "prompt_grad=detached": {
             "prompt_grad_window": detached and config.prompt_grad_window is not None,
@@ -65,7 +68,3 @@ def without_effect(config: RunConfig) -> str | None:
     }
     said = {where: ", ".join(key for key, given in keys.items() if given) for where, keys in without.items()}
     return "; ".join(f"{keys}: no effect with {where}" for where, keys in said.items() if keys) or None
-
-
-def _is_set(checkpoint: CheckpointConfig) -> bool:
-    return checkpoint != CheckpointConfig()

@@ -42,6 +42,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad": config.prompt_grad,
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
+        "seed": config.seed,
         "rollout": config.rollout,
         "updates_per_rollout": config.updates,
         "temperature": config.temperature,

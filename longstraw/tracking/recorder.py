@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from longstraw.config import native_length_warning, to_dict
+from longstraw.tracking import evaluations
 from longstraw.tracking.constants import constant_keys
 from longstraw.tracking.jsonl_writer import JsonlWriter
 from longstraw.tracking.provenance import startup_facts
@@ -110,6 +111,7 @@ class Recorder:
         self.attempt = attempt
         self._constants = {"run_id": run_id, "attempt": attempt, **(constants or {})}
         self._lines: JsonlWriter | None = None
+        self._evaluations: JsonlWriter | None = None
         self._mirror: WandbMirror | None = None
         self._status: str | None = None
         if rank != 0:
@@ -152,10 +154,25 @@ class Recorder:
             self._mirror.log(full)
         check(row)
 
+    def log_evaluation(self, row: dict[str, Any]) -> None:
+        """Write the row of an evaluation into its own file; keys of the listing in ``evaluations``, else as ``log``."""
+        if self._lines is None:
+            return
+        row = {**{key: value for key, value in self._constants.items() if key in evaluations.KEYS}, **row}
+        full = complete(row, evaluations.KEYS)
+        if self._evaluations is None:  # a job without evaluations has no such file
+            path = evaluations.evaluations_path(self.path.parent, self.attempt)
+            self._evaluations = JsonlWriter(path, fresh=True)
+        self._evaluations.write(full)
+        if self._mirror is not None:
+            self._mirror.log(evaluations.mirrored(full))
+        check(row, evaluations.KEYS)
+
     def close(self, exit_code: int = 0) -> None:
-        """Close the file, synced to the disk, and let W&B finish, for two minutes at most."""
-        if self._lines is not None:
-            self._lines.close()
+        """Close the files, synced to the disk, and let W&B finish, for two minutes at most."""
+        for lines in (self._lines, self._evaluations):
+            if lines is not None:
+                lines.close()
         if self._mirror is not None:
             self._mirror.close(exit_code, preempted=self._status == "preempted")
             self._mirror = None

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from longstraw.runtime.whole_files import write_whole
+from longstraw.tracking.evaluations import evaluations_path
 from longstraw.tracking.recorder import latest_attempt, records_path
-from longstraw.tracking.schema import numbers
+from longstraw.tracking.schema import after_last_step, numbers
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -39,11 +40,20 @@ def read_steps(run_dir: Path, *, every: bool = False) -> list[dict[str, Any]]:
     for attempt in range((latest_attempt(run_dir) or 0) + 1):
         path = records_path(run_dir, attempt)
         rows = read_lines(path) if path.exists() else []
+        if path.exists() and not every:  # an attempt that had only an evaluation left writes no row
+            kept = [row for row in kept if not after_last_step(row)]
         if rows and not every:
             first = min((row["step"] for row in rows if row.get("step") is not None), default=None)
             kept = [row for row in kept if row.get("status") == "ok" and (first is None or row.get("step", -1) < first)]
         kept += rows
     return kept
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Return a job's evaluations over all attempts, each step once, in the order of their steps."""
+    paths = [evaluations_path(run_dir, attempt) for attempt in range((latest_attempt(run_dir) or 0) + 1)]
+    rows = {row.get("step"): row for path in paths if path.exists() for row in read_lines(path)}
+    return sorted(rows.values(), key=lambda row: row.get("step") or 0)
 
 
 def last_row(run_dir: Path) -> dict[str, Any] | None:

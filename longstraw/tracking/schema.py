@@ -14,10 +14,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 SCHEMA = 1
 STATUSES = ("ok", "oom", "too_large", "preempted", "error")
@@ -33,8 +30,8 @@ class Key:
     meaning: str
 
 
-def _keys(listing: str) -> dict[str, Key]:
-    """Parse lines of ``name type meaning``."""
+def keys_of(listing: str) -> dict[str, Key]:
+    """Return the keys that lines of ``name type meaning`` list."""
     types: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list}
     keys = {}
     for line in listing.strip().splitlines():
@@ -43,7 +40,7 @@ def _keys(listing: str) -> dict[str, Key]:
     return keys
 
 
-KEYS = _keys("""
+KEYS = keys_of("""
     schema                         int    version of this listing
     run_id                         str    one job, over all its attempts; also its id in W&B
     attempt                        int    0, and one more after each requeue
@@ -93,6 +90,7 @@ KEYS = _keys("""
     sampled_positions              int    tokens drawn, those of groups that were drawn again included
     recomputed_positions           int    prompt positions evaluated again by the prompt backward
     recompute_difference           float  largest difference of a state evaluated again from the one retained
+    seed                           int    of weights, prompts and responses
     rollout                        str    where responses come from: given, sample, or golden in a warm-up step
     rollout_age                    int    optimizer steps since the responses were made
     updates_per_rollout            int    optimizer steps on the same responses
@@ -168,28 +166,28 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def complete(row: dict[str, Any]) -> dict[str, Any]:
-    """Return ``row`` with every key of the listing, in its order, null where ``row`` has none.
+def complete(row: dict[str, Any], keys: dict[str, Key] = KEYS) -> dict[str, Any]:
+    """Return ``row`` with every key of the listing ``keys``, in its order, null where ``row`` has none.
 
     Keys that are not in the listing are dropped; ``check`` finds them.
     """
-    full = {name: plain(row.get(name)) for name in KEYS}
+    full = {name: plain(row.get(name)) for name in keys}
     full["schema"] = SCHEMA
-    if full["status"] == "ok" and full["evidence"] is None and full["mode"] not in ("simulate", "emulate"):
+    if full.get("status") == "ok" and full["evidence"] is None and full["mode"] not in ("simulate", "emulate"):
         full["evidence"] = "finished"  # one process alone shows none of the rungs
     return full
 
 
-def check(row: dict[str, Any]) -> None:
-    """Raise ``RecordError`` for an unknown key, a value of another type or an unknown status."""
+def check(row: dict[str, Any], keys: dict[str, Key] = KEYS) -> None:
+    """Raise ``RecordError`` for a key that ``keys`` does not list, a value of another type or an unknown status."""
     for name, value in row.items():
-        if name not in KEYS:
-            near = difflib.get_close_matches(name, KEYS, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else f"; the keys are {', '.join(KEYS)}"
+        if name not in keys:
+            near = difflib.get_close_matches(name, keys, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; the keys are {', '.join(keys)}"
             raise RecordError(f"record key {name!r} is not in the listing{hint}")
-        if value is not None and not fits(plain(value), KEYS[name].type):
-            raise RecordError(f"record key {name} must be {KEYS[name].type.__name__}, not {value!r}")
-    if row.get("status") not in STATUSES:
+        if value is not None and not fits(plain(value), keys[name].type):
+            raise RecordError(f"record key {name} must be {keys[name].type.__name__}, not {value!r}")
+    if "status" in keys and row.get("status") not in STATUSES:
         raise RecordError(f"record key status={row.get('status')!r} is not one of {', '.join(STATUSES)}")
 
 
@@ -226,6 +224,11 @@ def status_word(status: Any, mode: Any) -> str:
     """Return how a job ended in one word; for a finished simulation or emulation its mode, not ``ok``."""
     words = {"simulate": "simulated", "emulate": "emulated"}
     return words.get(str(mode), str(status)) if status == "ok" else str(status)
+
+
+def after_last_step(row: dict[str, Any]) -> bool:
+    """Return whether a row says that a job was asked to end after its last step, in the evaluation that follows."""
+    return row.get("status") == "preempted" and row.get("step") is not None and row["step"] == row.get("steps")
 
 
 def carried_gradient(asked: dict[str, Any], step: dict[str, Any]) -> tuple[str | None, int | None]:

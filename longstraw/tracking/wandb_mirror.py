@@ -15,6 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from longstraw.tracking.evaluations import Table
 from longstraw.tracking.schema import flatten
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class WandbMirror:
             if self._run is None and not self._reopen():
                 return
             try:
-                self._run.log(flatten(self._backlog[0]))
+                self._run.log(self._values(self._backlog[0]))
             except Exception as error:  # e.g. ConnectionResetError: SLURM's SIGTERM kills wandb's own process too
                 self._warn(f"lost ({_short(error)}); it will be opened again")
                 self._lose()
@@ -134,6 +135,14 @@ class WandbMirror:
             self._sent.append((time.monotonic(), self._backlog.popleft()))
             while self._sent[-1][0] - self._sent[0][0] > UNSURE_SECONDS:
                 self._sent.popleft()
+
+    def _values(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row as ``log`` of a W&B run takes it."""
+        table = self._wandb.Table
+        return {
+            key: table(list(value.columns), list(value.rows)) if isinstance(value, Table) else value
+            for key, value in flatten(row).items()
+        }
 
     def _lose(self) -> None:
         """Mark the run as failed and queue its latest rows again: a row twice is better than a missing one."""

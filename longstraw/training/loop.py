@@ -17,6 +17,7 @@ from longstraw.selfcheck import check_job
 from longstraw.tracking.recorder import Recorder, RunIdentity, job_recorder
 from longstraw.training.checkpoint import any_rank
 from longstraw.training.checkpoint_policy import CheckpointPolicy, last_step
+from longstraw.training.evaluation import Evaluations
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Trainer, build_trainer, model_facts, save_trained
 
@@ -104,18 +105,20 @@ def _discard_saved(folder: Path) -> None:
 
 
 def _take_steps(trainer: Trainer, keeper: CheckpointPolicy) -> None:
-    """Take the remaining steps and write their records; ``progress.step`` is the current one."""
-    facts = model_facts(trainer)
+    """Take the remaining steps and write their records, evaluations between them; ``progress.step`` is the current."""
+    facts, evaluations = model_facts(trainer), Evaluations(trainer, keeper)
     first = keeper.resume()
     trainer.tag_optimizer()
     for step in range(first, trainer.config.steps):
         trainer.watch.progress.step = step
         keeper.before_step()
+        evaluations.after(step)
         row = trainer.step(step)
         keeper.recorder.log({**facts, **row, **keeper.attempt_keys(step)})
         if row["status"] != "ok":
             raise NotFiniteError(f"step {step}: {row['error']}")
         keeper.after_step(step + 1)
+    evaluations.after(trainer.config.steps)
 
 
 def _failure(error: Exception, step: int, watch: Monitor) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import pytest
 from analysis.wandb_files import read_run, read_runs
 from longstraw.config import TrackingConfig
 from longstraw.tracking import wandb_mirror
-from longstraw.tracking.recorder import Recorder, WandbOptions
+from longstraw.tracking.evaluations import Answer, summary
+from longstraw.tracking.recorder import Recorder, RecordError, WandbOptions
+from longstraw.tracking.run_folder import read_evaluations
 from longstraw.tracking.schema import flatten, numbers
 
 pytest.importorskip("wandb")
@@ -87,6 +89,28 @@ def test_offline_files_hold_what_the_record_holds(tmp_path, caplog):
     assert same(numbers(run.summary), expected[-1])
     assert not same(history[3], expected[4])
     assert warnings(caplog) == []
+
+
+def test_an_evaluation_is_sent_with_its_table_of_samples(tmp_path):
+    run_dir = tmp_path / "run"
+    told = [Answer("a", 10, 1.0, 3, True, depth=0.5, prompt_end="where?", response="here")]
+    told += [Answer("b", 10, 0.0, 3, True, depth=0.9, prompt_end="who?", response="no\none")]
+    with Recorder(run_dir, run_id="abc", wandb=WandbOptions(TrackingConfig())) as recorder:
+        recorder.log_evaluation({"step": 0, **summary(told)})
+        recorder.log({"step": 0, "status": "ok", "reward_mean": 0.25})
+        with pytest.raises(RecordError, match="'succes' is not in the listing; did you mean success"):
+            recorder.log_evaluation({"step": 1, "succes": 0.5})
+    (run,) = finished_runs(run_dir)
+    evaluated, step, *_ = run.history
+    assert (evaluated["step"], evaluated["evaluate/success"], evaluated["evaluate/examples"]) == (0, 0.5, 2)
+    assert evaluated["evaluate/by_depth/0.4-0.6/success"] == 1.0
+    assert not any(key.startswith("evaluate") for key in step)
+    tables = [json.loads(path.read_text()) for path in run_dir.glob("wandb/**/*.table.json")]
+    content = next(table for table in tables if table["data"])
+    assert content["columns"] == ["id", "prompt_end", "response", "reward"]
+    assert content["data"] == [["a", "where?", "here", 1.0], ["b", "who?", "no\none", 0.0]]
+    assert [row["step"] for row in read_evaluations(run_dir)] == [0, 1]
+    assert [row["step"] for row in rows(run_dir)] == [0]
 
 
 def test_a_failed_run_says_so(tmp_path):
