@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from longstraw.config import DTYPES, ModelConfig, choose, load_model_config, read_model_config
 from longstraw.layers.cpu_linear import widen
+from longstraw.layers.feedforward import Experts
 from longstraw.models import glm_5_2, llama, qwen3_6, qwen3_6_moe
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_weights import load_weights
@@ -50,7 +52,7 @@ def build_model(
     narrow = _dtype(dtype, config)
     wide = torch.promote_types(narrow, torch.float32)  # for buffers, such as a router's bias
 
-    def keep(tensor: Tensor, whole: Tensor) -> Tensor:
+    def keep(tensor: Tensor, whole: Tensor, first: int = 0) -> Tensor:
         return whole.to(device, narrow if isinstance(tensor, nn.Parameter) else wide)
 
     if device.type == "meta":
@@ -62,20 +64,50 @@ def build_model(
     return decoder
 
 
-def draw_weights(decoder: Decoder, *, seed: int, keep: Callable[[Tensor, Tensor], Tensor]) -> None:
+def draw_weights(
+    decoder: Decoder,
+    *,
+    seed: int,
+    keep: Callable[[Tensor, Tensor, int], Tensor],
+    rows: Callable[[Tensor], range] = lambda tensor: range(len(tensor)),
+) -> None:
     """Draw all weights but adapters' from ``seed``, one module at a time, so that only one is held in float32.
 
-    ``keep`` gets a parameter or buffer and the whole float32 tensor drawn for it, and returns its replacement.
+    ``keep`` gets a parameter or buffer, the float32 tensor drawn for it and the first of its rows that this has, and
+    returns its replacement. ``rows`` says which of a stack of experts are kept here: each expert has a seed of its own,
+    and the others are not drawn.
     """
     family = _family(decoder.config)
     generator = torch.Generator("cpu").manual_seed(seed)
     for path, module in decoder.named_modules():
         own = {} if ".lora_" in path else _own(module)
+        first = 0
+        if isinstance(module, Experts):
+            held = rows(next(iter(own.values())))
+            first, drawn = held.start, _draw_experts(module, held, f"experts {seed} {path}", decoder.config)
+        else:
+            for name, tensor in own.items():
+                _put(module, name, torch.empty(tensor.shape, dtype=torch.float32, device="cpu"))
+            family.initialise(module, decoder.config.initializer_range, generator)
+            drawn = {name: getattr(module, name).detach() for name in own}
         for name, tensor in own.items():
-            _put(module, name, torch.empty(tensor.shape, dtype=torch.float32, device="cpu"))
-        family.initialise(module, decoder.config.initializer_range, generator)
-        for name, tensor in own.items():
-            _put(module, name, keep(tensor, getattr(module, name).detach()), tensor)
+            _put(module, name, keep(tensor, drawn[name], first), tensor)
+
+
+def _draw_experts(module: nn.Module, held: range, seed: str, config: ModelConfig) -> dict[str, Tensor]:
+    """Return the stacked weights of the experts ``held``; ``module`` is left with those of the last one."""
+    shapes = {name: (1, *tensor.shape[1:]) for name, tensor in _own(module).items()}
+    drawn = {
+        name: torch.empty((len(held), *shape[1:]), dtype=torch.float32, device="cpu") for name, shape in shapes.items()
+    }
+    for place, expert in enumerate(held):
+        for name, shape in shapes.items():
+            _put(module, name, torch.empty(shape, dtype=torch.float32, device="cpu"))
+        generator = torch.Generator("cpu").manual_seed(random.Random(f"{seed} {expert}").getrandbits(63))
+        _family(config).initialise(module, config.initializer_range, generator)
+        for name, stack in drawn.items():
+            stack[place] = getattr(module, name).detach()[0]
+    return drawn
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

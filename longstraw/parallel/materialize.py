@@ -27,14 +27,14 @@ def build_sharded(
 ) -> Parallel:
     """Return a model spread over ``mesh``, with weights from its checkpoint or drawn from ``seed``.
 
-    The weights equal those of one process. Random ones are drawn a module at a time and a rank keeps its part; of a
-    checkpoint's files a rank reads only its part.
+    The weights equal those of one process. Random ones are drawn a module at a time and a rank keeps its part, of the
+    experts it draws only its own; of a checkpoint's files a rank reads only its part.
     """
     model = add_adapter(build_model(config, device="meta", backend=device.type), adapter)
     parallel = parallelize(model, mesh)
     model.to_empty(device=device)
     if config.checkpoint is None:
-        draw_weights(model, seed=seed, keep=_keep)
+        draw_weights(model, seed=seed, keep=_keep, rows=_own_rows)
     else:
         dtype = getattr(torch, config.dtype)
         load_weights(model, config.checkpoint, dtype=dtype, device=device, place=lambda _, tensor: own_part(tensor))
@@ -74,9 +74,16 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local_tensor(tensor.detach()), tuple(offset)
 
 
-def _keep(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Copy this rank's part of ``whole`` into a model's tensor."""
+def _own_rows(tensor: Tensor) -> range:
+    """Return which rows of a stack this rank has."""
     part, offset = own_part(tensor)
+    return range(offset[0], offset[0] + len(part))
+
+
+def _keep(tensor: Tensor, drawn: Tensor, first: int = 0) -> Tensor:
+    """Copy this rank's part of a model's tensor from ``drawn``, which has its rows from ``first`` on."""
+    part, offset = own_part(tensor)
+    offset = (offset[0] - first, *offset[1:]) if offset else offset
     box = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
-    part.copy_(whole[box])
+    part.copy_(drawn[box])
     return tensor

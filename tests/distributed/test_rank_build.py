@@ -13,6 +13,7 @@ CASES = [
     ("qwen3_6_tiny", "none"),
     ("qwen3_6_tiny", "lora"),
     ("glm_5_2_tiny", "lora"),
+    ("qwen3_6_moe_tiny", "none"),
     ("llama_tiny", "none"),
     ("llama_tiny", "lora"),
 ]

@@ -9,7 +9,7 @@ import torch
 
 from longstraw.config import ConfigError, load_model_config, read_model_config
 from longstraw.group import Group
-from longstraw.models import build_model, qwen3_6
+from longstraw.models import build_model, draw_weights, qwen3_6
 from longstraw.models.hf_config import to_hf_config
 from longstraw.step import grpo_step
 
@@ -147,3 +147,20 @@ def test_a_copy_is_a_model_of_its_own(name):
     grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, copied)]
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][n], grads[1][n]) and grads[0][n] is not grads[1][n] for n in grads[0])
+
+
+def test_only_the_experts_that_are_kept_are_drawn():
+    """A rank with experts 2 and 3 draws two, and they are those that one process draws."""
+    whole = dict(build_model("glm_5_2_tiny", seed=3).named_parameters())
+    name = next(name for name in whole if name.endswith("experts.down_proj"))
+    drawn = {}
+
+    def keep(tensor, part, first):
+        if tensor.dim() == 3:
+            drawn.setdefault(tuple(tensor.shape), (first, part))
+        return part.expand_as(tensor) if part.shape == tensor.shape else torch.zeros(tensor.shape)
+
+    draw_weights(build_model("glm_5_2_tiny", device="meta"), seed=3, keep=keep, rows=lambda tensor: range(2, 4))
+    first, part = drawn[tuple(whole[name].shape)]
+    assert first == 2
+    assert torch.equal(part, whole[name][2:4])
