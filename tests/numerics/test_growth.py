@@ -4,26 +4,17 @@ import json
 from itertools import pairwise
 
 import pytest
+from jobs import cpu_job
 
-from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.tracking.recorder import RunIdentity
 from longstraw.training.loop import run_job
 
 
 def peak(folder, context, group_size, **changes):
-    values = {
-        "model": to_dict(load_model_config("qwen3_6_tiny")),
-        "hardware": {"name": "cpu", "backend": "cpu"},
-        "data": {"name": "needle", "ragged": False},
-        "tracking": {"mode": "disabled"},
-        "context": context,
-        "group_size": group_size,
-        "response_length": 64,
-        "chunk": 512,
-        **changes,
-    }
+    keys = {"context": context, "group_size": group_size, "response_length": 64, "chunk": 512}
+    config = cpu_job({}, data={"ragged": False}, **keys | changes)
     folder.mkdir()
-    run_job(from_dict(values), folder, RunIdentity("x"))
+    run_job(config, folder, RunIdentity("x"))
     return json.loads((folder / "records.jsonl").read_text())
 
 

@@ -6,8 +6,8 @@ import signal
 import threading
 
 import pytest
+from jobs import cpu_job
 
-from longstraw.config import from_dict, load_model_config, to_dict
 from longstraw.runtime.preemption import Stop, Superseded
 from longstraw.tracking.recorder import RunIdentity, records_path
 from longstraw.tracking.schema import numbers
@@ -23,20 +23,8 @@ SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32
 
 
 def job(**changes):
-    values = {
-        "model": to_dict(load_model_config("qwen3_6_tiny", **SMALL)),
-        "hardware": {"name": "cpu", "backend": "cpu"},
-        "data": {"name": "needle"},
-        "tracking": {"mode": "disabled"},
-        "context": 280,
-        "response_length": 24,
-        "chunk": 64,
-        "optimizer": {"lr": 1e-3},
-        "algorithm": {"old_logprobs": "score", "kl_coef": 0.1},  # a loss that is not 0 on policy
-        "steps": STEPS,
-        "save": True,
-    }
-    return from_dict({**values, **changes})
+    loss = {"old_logprobs": "score", "kl_coef": 0.1}  # not 0 on policy
+    return cpu_job(SMALL, **{"context": 280, "chunk": 64, "algorithm": loss, "steps": STEPS, "save": True} | changes)
 
 
 def run(folder, attempt, **changes):

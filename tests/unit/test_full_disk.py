@@ -8,8 +8,9 @@ import subprocess
 
 import pytest
 import torch
+from jobs import cpu_job
 
-from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.config import to_dict
 from longstraw.errors import os_error, os_reason, write_error
 from longstraw.launch import jobs as launch
 from longstraw.launch.prepare import prepare
@@ -41,21 +42,16 @@ def disk(tmp_path):
 
 
 def prepared(folder):
-    values = {
-        "model": to_dict(load_model_config("qwen3_6_tiny", **SMALL)),
-        "hardware": {"name": "cpu", "backend": "cpu"},
-        "data": {"name": "needle"},
-        "tracking": {"mode": "disabled"},
-        "algorithm": {"old_logprobs": "score", "kl_coef": 0.1},  # a loss that is not 0 on policy
-        "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every": 1},
-        "context": 152,
-        "response_length": 24,
-        "chunk": 64,
-        "steps": STEPS,
-        "save": True,
-    }
-    return prepare([Draft(0, [], folder / "0", from_dict(values))], command="longstraw", sweep=None)
+    config = cpu_job(
+        SMALL,
+        algorithm={"old_logprobs": "score", "kl_coef": 0.1},  # a loss that is not 0 on policy
+        checkpoint={"every": 1},
+        context=152,
+        chunk=64,
+        steps=STEPS,
+        save=True,
+    )
+    return prepare([Draft(0, [], folder / "0", config)], command="longstraw", sweep=None)
 
 
 def outcome(folder):

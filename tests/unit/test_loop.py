@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from jobs import cpu_job
 
-from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.config import load_model_config, to_dict
 from longstraw.memory.fit import predicted
 from longstraw.models import build_model, load_model
 from longstraw.tracking.recorder import RunIdentity
@@ -18,22 +19,7 @@ SMALL = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48}
 
 
 def job(**changes):
-    values = {
-        "model": to_dict(load_model_config("qwen3_6_tiny", **SMALL)),
-        "hardware": {"name": "cpu", "backend": "cpu"},
-        "data": {"name": "needle"},
-        "tracking": {"mode": "disabled"},
-        "context": 320,
-        "response_length": 24,
-        "chunk": 128,
-        "optimizer": {"lr": 1e-3},
-    }
-    for key, value in changes.items():
-        if key == "model":
-            values[key] = value
-            continue
-        values[key] = {**values[key], **value} if isinstance(value, dict) and key in values else value
-    return from_dict(values)
+    return cpu_job(SMALL, **changes)
 
 
 def rows(folder):
