@@ -1,6 +1,7 @@
 """Steps on responses drawn from the retained prompt: what is recorded, drawn again and skipped; and that they teach."""
 
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from longstraw.config import ConfigError, load_model_config, to_dict
 from longstraw.data import DataError
 from longstraw.data.task import Example
 from longstraw.memory.meter import MemoryMeter
-from longstraw.rollout.group import response_seeds
+from longstraw.rollout.group import Request, decide_here, draw_group, response_seeds
+from longstraw.rollout.sampling import Samples
 from longstraw.step import score
 from longstraw.tracking.recorder import RunIdentity
 from longstraw.training.loop import run_job
@@ -97,6 +99,23 @@ def test_equal_rewards_are_drawn_again_and_cost_no_backward():
     _, (row,) = trained(LowTokens(), steps=1, resample=2)
     assert row["resampled"] == 0
     assert row["replayed_positions"] == row["sampled_positions"] > 0
+
+
+def test_a_good_group_is_kept_while_a_prompt_beside_it_draws_again():
+    config, asked = sampled_job(resample=3, group_size=2), iter([1, 1, 0])
+
+    def draw(seeds):
+        responses = [torch.tensor([seed % 100, 5]) for seed in seeds]
+        return Samples(responses, [torch.zeros(2)] * 2, [False] * 2)
+
+    rewards = iter([1.0, 1.0, 0.0, 1.0])  # equal, then not; asked for no more
+    task = LowTokens(lambda ids: next(rewards))
+    request = Request(torch.tensor([1]), task, config, 0, 7, task.example(7))
+    policy = SimpleNamespace(model=SimpleNamespace(agree=lambda _: next(asked)), retained=request, decide=decide_here)
+    rollout = draw_group(policy, request, draw)
+    assert (rollout.resampled, rollout.sampled_positions) == (1, 3 * 2 * 2)
+    assert [int(ids[0]) for ids in rollout.group.responses] == [seed % 100 for seed in response_seeds(0, 7, 1, 2)]
+    assert rollout.group.rewards == [0.0, 1.0]
 
 
 def test_truncated_responses_can_be_left_out_of_the_loss():
