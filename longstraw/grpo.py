@@ -34,7 +34,7 @@ Shapes: P prompt positions, R response positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -199,6 +199,11 @@ class BranchTerms:
     mask: Tensor | None = None
     sampler_logprobs: Tensor | None = None
 
+    def to(self, device: torch.device) -> BranchTerms:
+        """Return the same terms with their tensors on ``device``."""
+        tensors = (self.old_logprobs, self.reference_logprobs, self.mask, self.sampler_logprobs)
+        return BranchTerms(self.advantage, self.denominator, *(None if x is None else x.to(device) for x in tensors))
+
 
 def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig) -> BranchLoss:
     """Return one response's share of its group's loss; the shares of a group add up to the group's loss.
@@ -206,6 +211,7 @@ def branch_loss(logprobs: Tensor, terms: BranchTerms, algorithm: AlgorithmConfig
     ``logprobs`` [R] carry the graph. Computed in at least float32. No tensor's value is read. Raises ``ValueError`` if
     a KL is asked for without a reference.
     """
+    terms = terms.to(logprobs.device)
     advantage, old_logprobs, reference_logprobs = terms.advantage, terms.old_logprobs, terms.reference_logprobs
     if algorithm.kl_coef and reference_logprobs is None:
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs the log-probabilities of a reference; pass them or set 0")
@@ -270,15 +276,14 @@ def branch_losses(
     response_length: int,
     old_logprobs: list[Tensor] | None,
     reference_logprobs: list[Tensor] | None,
-    device: torch.device,
-) -> Iterator[Callable[[Tensor], BranchLoss]]:
-    """Yield for each response what turns its log-probabilities [R] on ``device`` into its share of the loss.
+) -> list[Callable[[Tensor], BranchLoss]]:
+    """Return for each response what turns its log-probabilities [R] into its share of the loss.
 
-    What a branch needs comes to ``device`` when its turn comes: nothing there grows with the group.
+    What it needs of tensors stays where it is, and is copied to the log-probabilities' device when it is called.
     """
 
-    def each(values: list[Tensor] | None) -> Iterator[Tensor | None]:
-        return (None if values is None else values[i].to(device) for i in range(len(group.responses)))
+    def each(values: list[Tensor] | None) -> Sequence[Tensor | None]:
+        return values or [None] * len(group.responses)
 
     correct = algorithm.correction != "none"
     if correct and group.old_logprobs is None:
@@ -294,8 +299,7 @@ def branch_losses(
         each(group.old_logprobs if correct else None),
         strict=True,
     )
-    for terms in parts:
-        yield partial(branch_loss, terms=BranchTerms(*terms), algorithm=algorithm)
+    return [partial(branch_loss, terms=BranchTerms(*terms), algorithm=algorithm) for terms in parts]
 
 
 def _kept(values: Tensor, keep: Tensor) -> Tensor:

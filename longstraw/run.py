@@ -35,6 +35,7 @@ KEYS = """\
   context=2.1M              positions of one branch, prompt + response: 2.1M = 2,100,000, 2Mi = 2,097,152, 256K, 256Ki
   response_length=8192      of it, at most for the response; default: the model's
   chunk=16Ki                prompt positions evaluated at a time; default: the model's
+  replay_tokens=64Ki        response positions in one graph: as many branches as fit; default: response_length
   prompt_grad=exact         detached (the paper's) or exact (through the prompt too)
   prompt_grad_window=64Ki   with exact: only through the last so many prompt positions
   refresh_every=1           optimizer steps that share one retained prompt

@@ -71,16 +71,21 @@ class StepOptions:
     response_length: int | None = None  # read by Dr. GRPO's constant; None: the longest response
     state: StateConfig | None = None  # how retained rows are kept; None: in the model's dtype, on its device
     temperature: float = 1.0  # at which responses were drawn: the policy is softmax(logits / temperature)
+    replay_tokens: int | None = None  # response positions in one graph; None: response_length
 
     def __post_init__(self) -> None:
-        if self.response_length is not None and self.response_length < 1:
-            raise ValueError(
-                f"response_length={self.response_length} must be at least 1, or None for the longest response"
-            )
+        for name in ("response_length", "replay_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1, or None for the longest response")
         if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature} must be above 0: the policy is softmax(logits / temperature)"
             )
+
+    @property
+    def together(self) -> int | None:
+        """How many response positions are evaluated together; None: as many as the longest response has."""
+        return self.response_length if self.replay_tokens is None else self.replay_tokens
 
     def grad_from(self, prompt: Tensor) -> int | None:
         """Return the first position of ``prompt`` [P] whose state gets a gradient; None: no position's does."""
@@ -158,59 +163,72 @@ def score(
     responses: Sequence[Tensor],
     *,
     temperature: float = 1.0,
+    replay_tokens: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> list[Tensor]:
     """Return the log-probabilities [R] of each response on the retained state, without a graph, on the host.
 
-    They are those of softmax(logits / ``temperature``).
+    They are those of softmax(logits / ``temperature``). ``replay_tokens`` positions are evaluated together (None: as
+    many as the longest response has).
     """
-    scored = []
-    with observer.verb("score", sum(map(len, responses))):
-        for response in pad_to_longest_rank(model, responses, retained.prompt[:0]):
-            logprobs, _ = _branch(model, retained, response, grad=False, temperature=temperature)
-            scored.append(to_host(logprobs))
-            observer.advance(len(response))
-    return scored[: len(responses)]
+    scored: dict[int, Tensor] = {}
+    lengths = [len(response) for response in responses]
+    with observer.verb("score", sum(lengths)):
+        for pack in pad_to_longest_rank(model, pack_branches(lengths, replay_tokens), []):
+            branches = [responses[i] for i in pack]
+            logprobs, _ = _evaluate(model, retained, branches, grad=False, temperature=temperature)
+            scored |= zip(pack, map(to_host, logprobs), strict=False)  # a pack of no branches gives one empty tensor
+            observer.advance(sum(map(len, branches)))
+    return [scored[i] for i in range(len(responses))]
 
 
 def replay(
     model: Decoder, prepared: PreparedGroup, options: StepOptions, *, observer: Observer = UNOBSERVED
 ) -> tuple[Tensor, list[Tensor], float, Statistics]:
-    """Run the responses of a group one at a time with autograd; each graph is freed before the next one is built.
+    """Run the responses of a group with autograd, as many at a time as ``options.replay_tokens`` holds.
 
-    Gradients are accumulated on the parameters and, where it takes part, on the retained state. Returns the group's
-    loss, the log-probabilities [R] of each response on the host, the mean entropy and the counts of the loss.
+    Each graph is freed before the next one is built. Gradients are accumulated on the parameters and, where it takes
+    part, on the retained state. Returns the group's loss, the log-probabilities [R] of each response on the host, the
+    mean entropy and the counts of the loss.
     """
     group, retained = prepared.group, prepared.retained
+    lengths = group.response_positions
     losses_of = branch_losses(
         group,
         options.algorithm,
-        max(group.response_positions) if options.response_length is None else options.response_length,
+        max(lengths) if options.response_length is None else options.response_length,
         prepared.old_logprobs,
         prepared.reference_logprobs,
-        retained.prompt.device,
     )
     masks: Sequence[Tensor | None] = group.loss_masks or [None] * len(group.responses)
-    logprobs: list[Tensor] = []
+    logprobs: dict[int, Tensor] = {}
     sums = None  # of loss, entropy and counts: nothing on the device grows with the group
-    with observer.verb("replay", sum(group.response_positions)):
-        for response, loss_of, mask in zip(group.responses, losses_of, masks, strict=True):
-            grad = retained.grad_from is not None
-            lp, entropy = _branch(model, retained, response, grad=grad, temperature=options.temperature)
+    grad = retained.grad_from is not None
+    packs = pack_branches(lengths, options.together)
+    rounds = pad_to_longest_rank(model, packs, [])
+    with observer.verb("replay", sum(lengths)):
+        for pack in packs:
+            branches = [group.responses[i] for i in pack]
+            lps, entropies = _evaluate(model, retained, branches, grad=grad, temperature=options.temperature)
             observer.holds(retained.states)
-            branch = loss_of(lp)
-            branch.loss.backward()
-            logprobs.append(to_host(lp.detach()))
-            own = branch.loss.detach(), _kept_sum(entropy.detach(), mask), branch.statistics
-            sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
-            del branch, lp, entropy, own  # the graph ends here
-            observer.advance(len(response))
-        for nothing in pad_to_longest_rank(model, group.responses, retained.prompt[:0])[len(group.responses) :]:
-            (_branch(model, retained, nothing, grad=False)[0].sum() * 0).backward()
+            total = None
+            for i, lp, entropy in zip(pack, lps, entropies, strict=True):
+                branch = losses_of[i](lp)
+                total = branch.loss if total is None else total + branch.loss
+                logprobs[i] = to_host(lp.detach())
+                own = branch.loss.detach(), _kept_sum(entropy.detach(), masks[i]), branch.statistics
+                sums = own if sums is None else (sums[0] + own[0], sums[1] + own[1], sums[2] + own[2])
+            assert total is not None  # a pack has a branch or more
+            total.backward()
+            del total, branch, lps, lp, entropies, entropy, own  # the graph ends here
+            observer.advance(sum(map(len, branches)))
+        for nothing in rounds[len(packs) :]:
+            (_evaluate(model, retained, nothing, grad=False)[0][0].sum() * 0).backward()
             observer.advance(0)
     assert sums is not None  # a group has two responses or more
     loss, entropy_sum, statistics = sums
-    return loss, logprobs, read_scalar(entropy_sum / statistics.tokens.clamp(min=1), math.nan), statistics
+    mean_entropy = read_scalar(entropy_sum / statistics.tokens.clamp(min=1), math.nan)
+    return loss, [logprobs[i] for i in range(len(lengths))], mean_entropy, statistics
 
 
 def prompt_backward(model: Decoder, retained: Retained, *, observer: Observer = UNOBSERVED) -> float:
@@ -265,6 +283,7 @@ def grpo_step(
     response_length: int | None = None,
     reference: Decoder | None = None,
     state: StateConfig | None = None,
+    replay_tokens: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> StepResult:
     """Add the gradient of one group's loss to ``model``'s parameters.
@@ -274,13 +293,17 @@ def grpo_step(
     Raises ``ValueError`` for token ids beyond the vocabulary.
     """
     algorithm, chunk = algorithm or AlgorithmConfig(), model.config.chunk if chunk is None else chunk
-    options = StepOptions(chunk, prompt_grad, prompt_grad_window, algorithm, response_length, state)
+    options = StepOptions(
+        chunk, prompt_grad, prompt_grad_window, algorithm, response_length, state, replay_tokens=replay_tokens
+    )
     check_autograd(model)
     check_group(group, model, algorithm, has_reference=reference is not None)
     group = group.to(model.lm_head.weight.device)
     reference_logprobs = None
     if reference is not None and algorithm.kl_coef:  # its retained prompt is gone before the policy's is made
-        reference_logprobs = score_fresh(reference, group, chunk=chunk, state=state, observer=observer)
+        reference_logprobs = score_fresh(
+            reference, group, chunk=chunk, state=state, replay_tokens=options.together, observer=observer
+        )
     prepared = prepare_group(model, group, options, reference_logprobs=reference_logprobs, observer=observer)
     return finish_step(model, prepared, options, observer=observer)
 
@@ -309,7 +332,14 @@ def prepare_group(
     )
     old, scored = group.old_logprobs if options.algorithm.old_logprobs == "data" else None, 0
     if options.algorithm.old_logprobs == "score":
-        old = score(model, retained, group.responses, temperature=options.temperature, observer=observer)
+        old = score(
+            model,
+            retained,
+            group.responses,
+            temperature=options.temperature,
+            replay_tokens=options.together,
+            observer=observer,
+        )
         scored = sum(group.response_positions)
     if reference_logprobs is not None:
         scored += retained.positions + sum(group.response_positions)
@@ -362,11 +392,14 @@ def score_fresh(
     chunk: int,
     state: StateConfig | None = None,
     temperature: float = 1.0,
+    replay_tokens: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> list[Tensor]:
     """Evaluate the prompt anew and return the log-probabilities of its responses; the state is dropped again."""
     retained = prefill(model, group.prompt, chunk=chunk, state=state, observer=observer)
-    return score(model, retained, group.responses, temperature=temperature, observer=observer)
+    return score(
+        model, retained, group.responses, temperature=temperature, replay_tokens=replay_tokens, observer=observer
+    )
 
 
 def check_autograd(model: Decoder) -> None:
@@ -387,18 +420,40 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, *, has
         raise ValueError(f"kl_coef={algorithm.kl_coef} needs a reference model")
 
 
-def _branch(
-    model: Decoder, retained: Retained, response: Tensor, *, grad: bool, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy [R] of ``response`` after the prompt.
+def pack_branches(lengths: Sequence[int], tokens: int | None) -> list[list[int]]:
+    """Return which branches stand in one graph, by their numbers: up to ``tokens`` positions, or one longer branch.
 
-    Responses wait in host memory for their turn: nothing on the device grows with the group.
+    The longest come first, each to the first graph with room. None: as many positions as the longest has.
+    """
+    most = max(lengths) if tokens is None else tokens
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = next((at for at, left in enumerate(room) if left >= lengths[i]), len(packs))
+        if at == len(packs):
+            packs.append([])
+            room.append(most)
+        packs[at].append(i)
+        room[at] -= lengths[i]
+    return packs
+
+
+def _evaluate(
+    model: Decoder, retained: Retained, responses: Sequence[Tensor], *, grad: bool, temperature: float = 1.0
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return log-probabilities and entropies [R] of each of ``responses``, a segment each after the prompt.
+
+    Responses wait in host memory for their turn: nothing on the device grows with the group. Without any the model is
+    evaluated all the same, at no position.
     """
     retained.check()
-    response = response.to(retained.prompt.device, copy=True)
+    prompt, lengths = retained.prompt, [len(response) for response in responses] or [0]
+    targets = [response.to(prompt.device, copy=True) for response in responses] or [prompt[:0]]
+    tokens = torch.cat([part for ids in targets for part in (prompt[-1:], ids[:-1])])[: sum(lengths)]
     past = [state.leaves(retained.positions, grad) for state in retained.states]
-    hidden, _ = model(torch.cat([retained.prompt[-1:], response[:-1]])[: len(response)], past)
-    return model.logprobs(hidden, response, temperature)
+    hidden, _ = model(tokens, past, segments=tuple(lengths))
+    logprobs, entropies = model.logprobs(hidden, targets[0] if len(targets) == 1 else torch.cat(targets), temperature)
+    return logprobs.split(lengths), entropies.split(lengths)
 
 
 def pad_to_longest_rank(model: Decoder, items: Sequence[Any], nothing: Any) -> list[Any]:

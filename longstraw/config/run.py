@@ -115,7 +115,7 @@ class TrackingConfig:
 
 @dataclass
 class RunConfig:
-    """One job. ``context``, ``response_length``, ``chunk`` and ``prompt_grad_window`` become ints in ``finalize``."""
+    """One job. Counts of positions may be given as text, such as 2Ki, and become ints."""
 
     model: ModelConfig = MISSING
     hardware: HardwareConfig = MISSING
@@ -135,6 +135,7 @@ class RunConfig:
     chunk: Any = number(
         "${model.chunk}", INNER_CHUNK, POSITIONS
     )  # prompt positions evaluated at a time, over all ranks
+    replay_tokens: Any = number(None, 1, POSITIONS)  # response positions in one graph; None: response_length
     prompt_grad: str = "detached"
     prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient goes back through; None: all
     groups_per_step: int = number(1, 1, 2**20)  # prompts of one optimizer step, each with its group
@@ -167,7 +168,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for key, valid in COUNTS.items():
-            if getattr(self, key) is None and key != "prompt_grad_window":
+            if getattr(self, key) is None and key not in ("replay_tokens", "prompt_grad_window"):
                 raise ConfigError(f"{key} has no value; give {key}=...")
             if getattr(self, key) is not None:
                 try:
@@ -306,6 +307,12 @@ class RunConfig:
         if self.mode in ("simulate", "emulate"):
             return self.hardware.for_one_rank(device=self.mode == "emulate")
         return self.hardware
+
+    @property
+    def branches_together(self) -> int:
+        """How many of a group's longest responses are evaluated in one graph."""
+        fit = (self.replay_tokens or self.response_length) // self.response_length
+        return min(max(fit, 1), self.group_size)
 
     @property
     def prompt_positions(self) -> int:

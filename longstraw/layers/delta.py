@@ -6,6 +6,7 @@ T positions, d model width, A key heads, B value heads, K and V their widths, C 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from longstraw.config.architectures.qwen3_6 import HybridConfig
 from longstraw.layers.flops import weight_flops
 from longstraw.layers.norm import GatedRMSNorm
 from longstraw.layers.op_cases import Case, Draw, differentiated
-from longstraw.ops import Ops
+from longstraw.ops import Ops, segments
 from longstraw.ops.conv.step import causal_conv_step
 from longstraw.ops.delta.step import gated_delta_step
 from longstraw.ops.past import BranchPast
@@ -74,11 +75,11 @@ class GatedDeltaNet(nn.Module):
         """Return the output [T, d] of ``x`` [T, d] and the state after these positions.
 
         Between the two exchanges this process has every position of the chunk, for its own heads. Of branches
-        it has one position each, [n, d], and a state each, [n, B, K, V] and [n, W-1, C].
+        it has one position each, [n, d], and a state each, [n, B, K, V] and [n, W-1, C]. Segments each start from the
+        past's state, and no state is after them all: their update is empty.
         """
-        one = isinstance(past, BranchPast)
-        convolve, scan = (causal_conv_step, gated_delta_step) if one else (self.ops.conv, self.ops.delta)
         context, chunk = self.ops.context, past.chunk
+        convolve, scan = self._operations(past)
         projected = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
         mixed, beta, step = context.to_heads(projected, [self.channels, self.scalars, self.scalars], chunk)
         del projected  # without a graph this frees them
@@ -96,7 +97,17 @@ class GatedDeltaNet(nn.Module):
         del mixed, q, k, v, decay, beta, step
         out = context.to_positions(out, chunk)
         out = self.norm(out, self.in_proj_z(x).unflatten(-1, (self.value_heads, -1)))
-        return self.out_proj(out.flatten(1)), {"recurrent": recurrent, "tail": tail}
+        update = {"recurrent": recurrent, "tail": tail}
+        return self.out_proj(out.flatten(1)), {name: x for name, x in update.items() if x is not None}
+
+    def _operations(self, past: Past) -> tuple[segments.Linear, segments.Linear]:
+        """Return the convolution and the delta rule for what ``past`` says the positions are."""
+        conv, delta, chunk = self.ops.conv, self.ops.delta, past.chunk
+        if isinstance(past, BranchPast):
+            return causal_conv_step, gated_delta_step
+        if chunk is not None and chunk.is_packed:
+            return partial(segments.convolve, conv, chunk), partial(segments.scan, delta, chunk)
+        return conv, delta
 
     def update(self, x: Tensor, past: Past) -> Tensors:
         """Return only the state after these positions."""

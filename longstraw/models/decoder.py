@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -152,14 +153,15 @@ class Decoder(nn.Module):
         return states
 
     def forward(
-        self, tokens: Tensor, past: Sequence[Past], state_only: bool = False
+        self, tokens: Tensor, past: Sequence[Past], state_only: bool = False, segments: tuple[int, ...] = ()
     ) -> tuple[Tensor | None, list[Tensors]]:
         """Return the normed hidden states [t, d] of ``tokens`` [T] and each layer's update of its state.
 
         t is T, or the number of positions evaluated on this rank. With ``state_only`` the hidden states are None, and
-        the last block computes only its update.
+        the last block computes only its update. With ``segments``, lengths that add up to T, each continues the past by
+        itself and sees no other.
         """
-        chunk = self.split(len(tokens))
+        chunk = replace(self.split(len(tokens)), segments=segments)
         x: Tensor | None = self.ops.context.embed(tokens, self.model.embed_tokens.weight, chunk)
         updates, handed = [], None
         blocks = self._blocks()

@@ -37,8 +37,9 @@ class Past:
 
     def new_positions(self, count: int, device: torch.device) -> Tensor:
         """Return the positions [count] of the new tokens that are evaluated here."""
-        first = self.positions + (self.chunk.start if self.chunk is not None else 0)
-        return torch.arange(first, first + count, device=device)
+        if self.chunk is None:
+            return torch.arange(self.positions, self.positions + count, device=device)
+        return self.positions + self.chunk.own_offsets(device)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]

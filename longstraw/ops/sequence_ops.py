@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from longstraw.ops import branches
-from longstraw.ops.attention import AttentionParts, attend
+from longstraw.ops.attention import AttentionParts, attend, attend_segments
 from longstraw.ops.chunk import Chunk
-from longstraw.ops.latent import LatentOps, attend_rows
+from longstraw.ops.latent import LatentOps, attend_rows, packed
 from longstraw.ops.logprob import TokenLogits, all_logits, token_logprobs
 from longstraw.ops.moe import MoeOps, mix_experts
 from longstraw.ops.past import BranchPast, Past
@@ -88,6 +89,8 @@ class Local:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
         if isinstance(past, BranchPast):
             return branches.attend(q, k, v, past, scale=scale, parts=self._attention)
+        if past.chunk is not None and past.chunk.is_packed:
+            return attend_segments(q, k, v, past, scale=scale, parts=self._attention)
         return attend(q, k, v, past.pair("key", "value"), scale=scale, parts=self._attention)
 
     def to_heads(
@@ -104,6 +107,10 @@ class Local:
     def select_rows(self, q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int, *, scale: float) -> Tensor:
         if isinstance(past, BranchPast):
             return branches.select_rows(self._latent, q, weights, key, past, (count, scale))
+        if past.chunk is not None and past.chunk.is_packed:
+            at = torch.arange(past.positions + len(key), dtype=torch.int32, device=q.device)
+            parts = (past.rows("index_key"), at[: past.positions]), (key, at[past.positions :])
+            return packed.best_rows(self._latent, q, weights, parts, past, (count, scale))[1]
         return self._latent.select_rows(q, weights, past.rows("index_key"), key, count, scale=scale)
 
     def attend_rows(self, q: Tensor, new: tuple[Tensor, Tensor], rows: Tensor, past: Past, *, scale: float) -> Tensor:

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops import Ops
-from longstraw.ops.attention import AttentionParts, by_heads, by_tokens, merge_past, past_backward
+from longstraw.ops.attention import (
+    AttentionParts,
+    by_heads,
+    by_tokens,
+    merge_past,
+    new_backward,
+    new_forward,
+    past_backward,
+)
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import QueryGradients, RetainedRows
 from longstraw.ops.past import BranchPast, Past
@@ -119,16 +127,10 @@ class _SpreadAttention(torch.autograd.Function):
         spread: tuple[Group, AttentionParts],
     ) -> Tensor:
         group, parts = spread
-        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
+        operand = parts.operand_type(q.dtype)
         with labelled("attention"):
             queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
-            out = torch.zeros_like(queries, dtype=inner)
-            lse = out.new_full(queries.shape[:-1], -torch.inf)
-            for rows, causal in _blocks(chunk):
-                block = queries[:, :, rows].contiguous()
-                part = parts.part_forward(block, k.to(operand), v.to(operand), causal=causal, scale=scale)
-                out[:, :, rows], lse[:, :, rows] = part
-                del block, part  # before the past's parts are made
+            out, lse = new_forward(queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts)
             merge_past(out, lse, queries, past, scale=scale, parts=parts)
             whole = group.stack(lse).logsumexp(0)
             out.mul_((lse - whole).exp_().unsqueeze(-1))
@@ -142,34 +144,15 @@ class _SpreadAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         chunk, scale, (group, parts) = ctx.chunk, ctx.scale, ctx.spread
-        inner, operand = torch.promote_types(q.dtype, torch.float32), parts.operand_type(q.dtype)
+        operand = parts.operand_type(q.dtype)
         with labelled("attention"):
             grad = by_heads(group.all_gather(grad, chunk.count).to(operand), k.shape[1])
             everyones = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
             out = by_heads(group.all_gather(out, chunk.count).to(operand), k.shape[1])
             queries = QueryGradients(grad, everyones, out, lse)
-            grad_q = torch.zeros_like(queries.q, dtype=inner)
-            grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
-            for rows, causal in _blocks(chunk):
-                block_q, block_k, block_v = parts.part_backward(
-                    QueryGradients(*(x[:, :, rows].contiguous() for x in queries)),
-                    k.to(operand),
-                    v.to(operand),
-                    causal=causal,
-                    scale=scale,
-                )
-                grad_q[:, :, rows] = block_q
-                grad_k += block_k
-                grad_v += block_v
-                del block_q, block_k, block_v
+            grad_q, grad_k, grad_v = new_backward(
+                queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts
+            )
             past_backward(grad_q, queries, ctx.past, scale=scale, parts=parts)
             own_q = group.reduce_scatter(by_tokens(grad_q), chunk.count)
         return own_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
-
-
-def _blocks(chunk: Chunk) -> list[tuple[slice, bool]]:
-    """Return the queries that see this rank's new rows, and whether causally: its own ones, then all later ones."""
-    if chunk.start == chunk.stop:
-        return []
-    blocks = [(chunk.own, True)]
-    return blocks if chunk.stop == chunk.count else [*blocks, (slice(chunk.stop, chunk.count), False)]

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import QueryGradients, RetainedRows
-from longstraw.ops.latent import LatentOps
+from longstraw.ops.latent import LatentOps, packed
 from longstraw.ops.past import Past
 from longstraw.parallel.collectives import Group, labelled
 
@@ -45,12 +45,17 @@ def select_rows(q: Tensor, weights: Tensor, key: Tensor, past: Past, count: int,
     group, ops, scale = spread
     count = max(min(count, positions + chunk.count), 1)
     held = _positions(past.spans, (positions + chunk.start, positions + chunk.stop), device=q.device)
-    parts = [(past_key, held[: len(past_key)]), (key, held[len(past_key) :])]
+    retained, new = (past_key, held[: len(past_key)]), (key, held[len(past_key) :])
     queried = torch.arange(positions, positions + chunk.count, dtype=torch.int32, device=q.device)
     with labelled("selection"):
         everyones = group.all_gather(q, chunk.count)
         mix = group.all_gather(weights, chunk.count)
-        scores, rows = ops.best_rows(everyones, mix, parts, queried, max(min(count, len(held)), 1), scale=scale)
+        if chunk.is_packed:
+            scores, rows = packed.best_rows(ops, everyones, mix, (retained, new), past, (count, scale))
+        else:
+            scores, rows = ops.best_rows(
+                everyones, mix, [retained, new], queried, max(min(count, len(held)), 1), scale=scale
+            )
         del everyones, mix
         score, position = last_chosen(widened(scores, count), widened(rows, count), count, chunk, group)
     chosen = ((scores > score) | ((scores == score) & (rows <= position))) & (rows >= 0)

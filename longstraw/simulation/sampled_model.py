@@ -1,8 +1,8 @@
 """A model that is evaluated where a step's peak is decided; elsewhere only sizes are allocated: a step takes minutes.
 
-Of chunks the first and the last two are evaluated, of branches the first two and the last one. Between them sizes
-are affine in a chunk's start, so none is larger than both ends. Blocks of one kind hold alike, but for what the blocks
-before them have left, which grows: those at both ends are evaluated.
+Of chunks the first and the last two are evaluated, of the graphs of branches the first two and the last one. Between
+them sizes are affine in a chunk's start, so none is larger than both ends. Blocks of one kind hold alike, but for what
+the blocks before them have left, which grows: those at both ends are evaluated.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ class SampledModel:
         model: Decoder,
         blocks: Sequence[tuple[Block, bool]],
         chunks: Collection[int],
-        group_size: int,
+        graphs: int,
         make_gradient: Callable[[nn.Parameter], object],
         made: dict[Any, Made] | None = None,
     ):
         """Evaluate of prompts the ``chunks`` that start there, and of ``blocks``, which are all in order, those marked.
 
-        The first block of each kind must be; one that is not may be any of its kind. ``make_gradient`` allocates the
-        gradient of a parameter of such a one. ``made`` is filled, and may be given again for later steps; while it is
-        empty the first chunk must be evaluated.
+        ``graphs`` is how many hold the branches of a group, one after another. The first block of each kind must be
+        marked; one that is not may be any of its kind. ``make_gradient`` allocates the gradient of a parameter of such
+        a one. ``made`` is filled, and may be given again for later steps; while it is empty the first chunk must be
+        evaluated.
         """
         self._model, self._chunks = model, chunks
-        self._branches = {0, 1, group_size - 1}
-        self._branch = itertools.cycle(range(group_size))  # a verb has all of them or none
+        self._graphs = {0, 1, graphs - 1}
+        self._graph = itertools.cycle(range(graphs))  # a verb has all of them or none
         made = {} if made is None else made
         self._blocks = [
             SampledBlock(block, evaluated, made.setdefault(signature(block), Made()), make_gradient)
@@ -62,9 +63,11 @@ class SampledModel:
             block.carried = isinstance(state, Carried)
         return states
 
-    def __call__(self, tokens: Tensor, past: Sequence[Past], state_only: bool = False) -> Any:
+    def __call__(
+        self, tokens: Tensor, past: Sequence[Past], state_only: bool = False, segments: tuple[int, ...] = ()
+    ) -> Any:
         if self._is_evaluated(past[0].positions, state_only):
-            return self._model(tokens, past, state_only)
+            return self._model(tokens, past, state_only, segments)
         chunk = self._model.split(len(tokens))
         count, width = chunk.stop - chunk.start, self._model.config.hidden_size
         if state_only:
@@ -73,7 +76,7 @@ class SampledModel:
         return hidden.requires_grad_(torch.is_grad_enabled()), []
 
     def _is_evaluated(self, start: int, state_only: bool) -> bool:
-        return start in self._chunks if state_only else next(self._branch) in self._branches
+        return start in self._chunks if state_only else next(self._graph) in self._graphs
 
 
 @dataclass
@@ -102,7 +105,9 @@ class SampledBlock:
             result = self._block(x, past, handed, state_only)
             self._learn(result[1], result[2] if result[2] is not handed else None)
             return result
-        update = {name: _KeepGradient.apply(x, rows) for name, rows in self.update(past, len(x)).items()}
+        packed = past.chunk is not None and past.chunk.is_packed
+        update = {} if self.carried and packed else self.update(past, len(x))
+        update = {name: _KeepGradient.apply(x, rows) for name, rows in update.items()}
         if self._made.handed is not None:
             shape, dtype = self._made.handed
             handed = x.new_empty(past.chunk.count if past.chunk is not None else len(x), *shape, dtype=dtype)
@@ -117,7 +122,8 @@ class SampledBlock:
         return {name: torch.empty(count, *shape, dtype=dtype, device=device) for name, (shape, dtype) in rows}
 
     def _learn(self, update: Tensors, handed: Any) -> None:
-        self._made.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
+        if update:  # of several segments a summary has none
+            self._made.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
         if isinstance(handed, Tensor):
             self._made.handed = tuple(handed.shape[1:]), handed.dtype
 
@@ -164,6 +170,11 @@ class _KeepGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         return None, grad if ctx.summary else None
+
+
+def graphs(config: RunConfig) -> int:
+    """Return how many graphs one after another hold a group of responses of full length."""
+    return -(-config.group_size // config.branches_together)
 
 
 def sampled_chunks(config: RunConfig) -> set[int]:

@@ -19,7 +19,7 @@ from longstraw.group import Group
 from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
-from longstraw.simulation.sampled_model import SampledModel, sampled_blocks, sampled_chunks
+from longstraw.simulation.sampled_model import SampledModel, graphs, sampled_blocks, sampled_chunks
 from longstraw.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ def sample_model(trainer: Trainer, *, blocks: bool) -> None:
     for name in ("model", "reference"):
         if (model := getattr(trainer, name)) is not None:
             chosen = sampled_blocks(model, blocks), sampled_chunks(trainer.config)
-            setattr(trainer, name, SampledModel(model, *chosen, trainer.config.group_size, make_gradient))
+            setattr(trainer, name, SampledModel(model, *chosen, graphs(trainer.config), make_gradient))
 
 
 class SingleRankMesh(Mesh):

@@ -108,6 +108,7 @@ class Trainer:
             config.response_length,
             config.state,
             config.temperature,
+            config.replay_tokens,
         )
 
     @property
@@ -223,8 +224,15 @@ class Trainer:
 
     def _score_fresh(self, model: Decoder, group: Group, options: StepOptions) -> list[Tensor]:
         """Return the log-probabilities of a group's responses on a prompt that is evaluated for them alone."""
-        chunk, state, temperature = options.chunk, options.state, options.temperature
-        return score_fresh(model, group, chunk=chunk, state=state, temperature=temperature, observer=self.watch)
+        return score_fresh(
+            model,
+            group,
+            chunk=options.chunk,
+            state=options.state,
+            temperature=options.temperature,
+            replay_tokens=options.together,
+            observer=self.watch,
+        )
 
     def _teaches(self, shared: SharedPrompt) -> bool:
         """Return whether the loss can have a gradient: not so for drawn groups of equal rewards without a KL term.
@@ -303,7 +311,6 @@ class Trainer:
             self.config.response_length,
             shared.prepared.old_logprobs,
             shared.prepared.reference_logprobs,
-            torch.device("cpu"),
         )
         return sum(float(loss_of(lp).loss) for loss_of, lp in zip(losses, logprobs, strict=True))
 

@@ -28,6 +28,7 @@ class Case:
     ep: int | None = None
     favoured: int | None = None  # so many experts get all tokens
     equal_rewards: bool = False
+    replay_tokens: int | None = None  # in one graph on the ranks; one process evaluates a branch at a time
     options: tuple = ()  # of the model's configuration, as pairs
     algorithm: tuple = ()  # its configuration, as pairs
 
@@ -100,7 +101,7 @@ def step(case, model, group, **options):
 def alone(case):
     """Return losses, log-probabilities, norm and gradients by name of one process; of several groups the mean."""
     model = build(case)
-    results = [step(case, model, group) for group in groups(case)]
+    results = [step(case, model, group, replay_tokens=1) for group in groups(case)]
     gradients = {name: p.grad / len(results) for name, p in model.named_parameters() if p.grad is not None}
     return {
         "loss": [result.loss for result in results],

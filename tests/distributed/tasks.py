@@ -42,7 +42,7 @@ def parity(case, groups, world):
     """Return this rank's loss and log-probabilities, and norm and gradients put together from all ranks."""
     model, parallel = spread(case, world)
     prompt = parallel.mesh.dp_rank
-    result = cases.step(case, model, groups[prompt])
+    result = cases.step(case, model, groups[prompt], replay_tokens=case.replay_tokens)
     norm = finish(model, parallel)
     return {
         "prompt": prompt,

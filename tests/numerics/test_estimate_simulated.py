@@ -34,6 +34,7 @@ CASES = {
     ),
     "qwen, optimizer on the host": ("qwen3_6_tiny", QWEN, 2, {"optimizer": {"device": "cpu"}}),
     "qwen, a reference": ("qwen3_6_tiny", QWEN, 2, {"algorithm": {"kl_coef": 0.1, "old_logprobs": "score"}}),
+    "qwen, branches together": ("qwen3_6_tiny", QWEN, 1, {"replay_tokens": 48, "group_size": 7}),
     "glm, exact": ("glm_5_2_tiny", GLM, 2, {"adapter": {"name": "lora"}, "prompt_grad": "exact"}),
 }
 

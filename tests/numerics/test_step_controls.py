@@ -100,18 +100,18 @@ def test_broken_gradient_is_seen(case, break_it, monkeypatch):
 
 def state_leaks_between_branches(patch):
     """The final state of one branch is the start of the next."""
-    real = step._branch
+    real = step._evaluate
 
-    def branch(model, retained, response, *, grad, temperature):
+    def evaluate(model, retained, responses, *, grad, temperature):
         past = [state.leaves(retained.positions, grad) for state in retained.states]
-        _, updates = model(torch.cat([retained.prompt[-1:], response[:-1]]), past)
-        result = real(model, retained, response, grad=grad, temperature=temperature)
+        _, updates = model(torch.cat([retained.prompt[-1:], responses[0][:-1]]), past)
+        result = real(model, retained, responses, grad=grad, temperature=temperature)
         for state, update in zip(retained.states, updates, strict=True):
             if isinstance(state, Carried):
                 state._snapshots[state.positions] = {name: x.detach() for name, x in update.items()}
         return result
 
-    patch.setattr(step, "_branch", branch)
+    patch.setattr(step, "_evaluate", evaluate)
 
 
 def tail_is_zeroed_at_borders(patch):
@@ -151,11 +151,13 @@ def positions_start_anew_at_borders(patch):
 
 
 def last_prompt_token_is_not_replayed(patch):
-    def branch(model, retained, response, *, grad, temperature):
+    def evaluate(model, retained, responses, *, grad, temperature):
         past = [state.leaves(retained.positions, grad) for state in retained.states]
-        return model.logprobs(model(response, past)[0], response, temperature)
+        targets, lengths = torch.cat(list(responses)), [len(response) for response in responses]
+        hidden, _ = model(targets, past, segments=tuple(lengths))
+        return [x.split(lengths) for x in model.logprobs(hidden, targets, temperature)]
 
-    patch.setattr(step, "_branch", branch)
+    patch.setattr(step, "_evaluate", evaluate)
 
 
 FORWARD_BREAKS = [

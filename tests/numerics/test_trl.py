@@ -257,7 +257,7 @@ def test_a_step_of_two_groups_has_the_loss_of_trl_over_both():
         def total(algorithm, groups=groups, batch=batch):
             done = 0.0
             for group, half in zip(groups, halves, strict=True):
-                parts = branch_losses(group, algorithm, RESPONSE_LENGTH, group.old_logprobs, None, torch.device("cpu"))
+                parts = branch_losses(group, algorithm, RESPONSE_LENGTH, group.old_logprobs, None)
                 done += sum(float(part(lp).loss) for part, lp in zip(parts, batch.logprobs[half], strict=True))
             return done
 

@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST = 6
 EXEMPT = {
     "grpo_step": "the call that users type: its keywords are the options of a step",
+    "score_fresh": "prefill and score in one call, with the keywords of both",
     "sample": "the call that users type: its keywords are those of other samplers",
 }
 

@@ -39,7 +39,7 @@ def gradients(made, algorithm, factor):
     found = []
     for group in made:
         lps = [(old - 0.3).requires_grad_() for old in group.old_logprobs]
-        of_branches = branch_losses(group, algorithm, 10, group.old_logprobs, None, torch.device("cpu"))
+        of_branches = branch_losses(group, algorithm, 10, group.old_logprobs, None)
         (sum(of(lp).loss for of, lp in zip(of_branches, lps, strict=True)) * factor).backward()
         found += [lp.grad for lp in lps]
     return torch.cat(found)

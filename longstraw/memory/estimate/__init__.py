@@ -89,9 +89,11 @@ def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
     One is ``config`` itself, as far as it matters. Several are those through which the line is drawn; ``line`` asks for
     a line that serves prompts of any length, whose last chunk lacks one position.
     """
+    together = config.branches_together
     config = replace(
         config,
-        group_size=SHORTEST_GROUP,
+        group_size=counted_group(config),
+        replay_tokens=together * config.response_length if together > 1 else None,
         groups_per_step=1,
         steps=1,
         refresh_every=1,
@@ -115,6 +117,11 @@ def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
     graded = lengths.graded // chunk
     steps = [_with_chunks(config, number, rest, min(graded, 2)) for number in (few, few + 2)]
     return steps if graded <= 2 else [*steps, _with_chunks(config, few + 2, rest, 3)]
+
+
+def counted_group(config: RunConfig) -> int:
+    """Return the branches of the group that is counted: two graphs full, for the second finds the first's gradients."""
+    return max(min(2 * config.branches_together, config.group_size), SHORTEST_GROUP)
 
 
 def _with_chunks(config: RunConfig, number: int, rest: int, graded: int | None) -> RunConfig:
@@ -176,11 +183,11 @@ def _mean(weights: Sequence[float], values: Sequence[int]) -> int:
 
 
 def _waiting(config: RunConfig) -> int:
-    """Return the bytes in host memory of the responses beyond a group of two: ids, and sets of log-probabilities."""
+    """Return the bytes in host memory of the responses beyond those counted: ids, and sets of log-probabilities."""
     sets = 1 + (config.algorithm.old_logprobs == "score") + bool(config.algorithm.kl_coef)
     number = LOGPROB * (2 if config.model.dtype == "float64" else 1)
     sizes = [config.response_length * TOKEN, *[config.response_length * number] * sets]
-    return (config.group_size - SHORTEST_GROUP) * sum(-(-size // BLOCK) * BLOCK for size in sizes)
+    return (config.group_size - counted_group(config)) * sum(-(-size // BLOCK) * BLOCK for size in sizes)
 
 
 def total(kinds: Mapping[str, int]) -> int:

@@ -26,7 +26,7 @@ def upper_bound(config: RunConfig) -> int:
     summaries = sum(
         tensor.numel() * NUMBER for state in model.new_states(0, 0, config.chunk, None) for _, tensor in state.held()
     )
-    at_once = max(config.chunk, config.response_length + 1)
+    at_once = max(config.chunk, config.branches_together * config.response_length + 1)
     a_position = len(states) * width * TENSORS + width * min(ROW_TILE, retained + at_once)
     return (
         COPIES * (NUMBER * sum(parameter.numel() for parameter in parameters) + rows)

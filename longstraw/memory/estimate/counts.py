@@ -25,7 +25,7 @@ Kinds = dict[str, int]
 
 SOURCES = ("config", "ops", "layers", "models", "parallel", "memory", "simulation", "training", "*.py")
 SECTIONS = ("model", "adapter", "algorithm", "optimizer", "state", "simulation")
-KEYS = ("context", "response_length", "chunk", "prompt_grad", "prompt_grad_window")
+KEYS = ("context", "response_length", "chunk", "prompt_grad", "prompt_grad_window", "replay_tokens", "group_size")
 OPTIMIZER = ("name", "device", "gradient_dtype")
 HARDWARE = ("backend", "world_size", "dp", "ep")
 WITHIN = ("context", "prompt_grad", "prompt_grad_window", "state")  # what steps of one cut model may differ in

@@ -28,7 +28,7 @@ from longstraw.ops.host_offload import host_empty
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallel_dims import resolve_dims
-from longstraw.simulation.sampled_model import Made, SampledModel, neighbours, signature
+from longstraw.simulation.sampled_model import Made, SampledModel, graphs, neighbours, signature
 from longstraw.simulation.simulate import fake_model
 from longstraw.simulation.single_rank import RandomTask, fake_rank
 from longstraw.step import prefill
@@ -115,7 +115,7 @@ class CutStep:
             self._meter.tag("gradients", gradients[-1])
 
         for name, model, cut in zip(("model", "reference"), self._models, self._cuts, strict=False):
-            chosen = cut.blocks, _chunks(config), config.group_size
+            chosen = cut.blocks, _chunks(config), graphs(config)
             sampled = SampledModel(model, *chosen, make_gradient, cut.made)  # type: ignore[arg-type]
             setattr(trainer, name, sampled)
         watch.verbs, watch.host = {}, 0

@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.attention import cpu, fused, reference
 from longstraw.ops.attention.reference import Buffers
+from longstraw.ops.chunk import Chunk, whole
 from longstraw.ops.host_offload import QueryGradients, RetainedRows, tiles
+from longstraw.ops.past import Past
 
 ROW_TILE = 16384  # retained rows evaluated at a time: bounds the temporaries of the backward
 
@@ -49,7 +51,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, past: RetainedRows, *, scale: float,
     ``k``, ``v`` [T, N, D] are the new rows; ``past`` holds the retained keys and values [P, N, D], which all precede
     them, and buffers [G, N, D] for the gradient of the last G of them.
     """
-    return _SplitAttention.apply(q, k, v, past, scale, parts)
+    return _SplitAttention.apply(q, k, v, past, scale, parts, whole(len(q)))
+
+
+def attend_segments(q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float, parts: AttentionParts) -> Tensor:
+    """Return what ``attend`` does for each segment of ``past.chunk``; the retained rows are read once for all."""
+    return _SplitAttention.apply(q, k, v, past.pair("key", "value"), scale, parts, past.chunk)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -62,14 +69,15 @@ class _SplitAttention(torch.autograd.Function):
         past: RetainedRows,
         scale: float,
         parts: AttentionParts,
+        chunk: Chunk,
     ) -> Tensor:
         operand = parts.operand_type(q.dtype)
         queries = by_heads(q.to(operand), k.shape[1])
-        out, lse = parts.part_forward(queries, k.to(operand), v.to(operand), causal=True, scale=scale)
+        out, lse = new_forward(queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts)
         merge_past(out, lse, queries, past, scale=scale, parts=parts)
         out = by_tokens(out).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.past, ctx.scale, ctx.parts = past, scale, parts
+        ctx.past, ctx.scale, ctx.parts, ctx.chunk = past, scale, parts, chunk
         return out
 
     @staticmethod
@@ -79,11 +87,64 @@ class _SplitAttention(torch.autograd.Function):
         operand = ctx.parts.operand_type(q.dtype)
         grad, by_head, out = (by_heads(x.to(operand), k.shape[1]) for x in (grad, q, out))
         queries = QueryGradients(grad, by_head, out, lse)
-        grad_q, grad_k, grad_v = ctx.parts.part_backward(
-            queries, k.to(operand), v.to(operand), causal=True, scale=ctx.scale
+        grad_q, grad_k, grad_v = new_backward(
+            queries, k.to(operand), v.to(operand), ctx.chunk, scale=ctx.scale, parts=ctx.parts
         )
         past_backward(grad_q, queries, ctx.past, scale=ctx.scale, parts=ctx.parts)
-        return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        return by_tokens(grad_q).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), *[None] * 4
+
+
+def new_forward(
+    q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, *, scale: float, parts: AttentionParts
+) -> tuple[Tensor, Tensor]:
+    """Attend all of a chunk's queries ``q`` [N, R, n, D] to the new rows ``k``, ``v`` [t, N, D] that are here.
+
+    A query sees the rows of its own segment up to its own position. Returns the output [N, R, n, D] and the log-sum-exp
+    [N, R, n], 0 and -inf where no such row is here; at least float32.
+    """
+    if chunk.is_whole:
+        return parts.part_forward(q, k, v, causal=True, scale=scale)
+    inner = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros_like(q, dtype=inner)
+    lse = out.new_full(q.shape[:-1], -torch.inf)
+    own_q, own_out, own_lse = (x[:, :, chunk.own].movedim(2, 0) for x in (q, out, lse))
+    for batch in chunk.own_batches:
+        queries = batch.fold(own_q).movedim(0, 2).contiguous()
+        part, sums = parts.part_forward(queries, batch.fold(k), batch.fold(v), causal=True, scale=scale)
+        batch.unfold(part.movedim(2, 0), own_out)
+        batch.unfold(sums.movedim(2, 0), own_lse)
+        del queries, part, sums  # before the next ones are made
+    for rows, later in chunk.later:
+        block = q[:, :, later].contiguous()
+        out[:, :, later], lse[:, :, later] = parts.part_forward(block, k[rows], v[rows], causal=False, scale=scale)
+    return out, lse
+
+
+def new_backward(
+    queries: QueryGradients, k: Tensor, v: Tensor, chunk: Chunk, *, scale: float, parts: AttentionParts
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of what ``new_forward`` attends with: of queries [N, R, n, D] and rows [t, N, D]."""
+    if chunk.is_whole:
+        return parts.part_backward(queries, k, v, causal=True, scale=scale)
+    inner = torch.promote_types(queries.q.dtype, torch.float32)
+    grad_q = torch.zeros_like(queries.q, dtype=inner)
+    grad_k, grad_v = torch.zeros_like(k, dtype=inner), torch.zeros_like(v, dtype=inner)
+    own = [x[:, :, chunk.own].movedim(2, 0) for x in queries]
+    for batch in chunk.own_batches:
+        block = QueryGradients(*(batch.fold(x).movedim(0, 2).contiguous() for x in own))
+        parts_of = parts.part_backward(block, batch.fold(k), batch.fold(v), causal=True, scale=scale)
+        batch.unfold(parts_of[0].movedim(2, 0), grad_q[:, :, chunk.own].movedim(2, 0))
+        batch.unfold(parts_of[1], grad_k)
+        batch.unfold(parts_of[2], grad_v)
+        del block, parts_of  # before the next ones are made
+    for rows, later in chunk.later:
+        block = QueryGradients(*(x[:, :, later].contiguous() for x in queries))
+        later_q, rows_k, rows_v = parts.part_backward(block, k[rows], v[rows], causal=False, scale=scale)
+        grad_q[:, :, later] += later_q
+        grad_k[rows] += rows_k
+        grad_v[rows] += rows_v
+        del block, later_q, rows_k, rows_v
+    return grad_q, grad_k, grad_v
 
 
 def merge_past(out: Tensor, lse: Tensor, q: Tensor, past: RetainedRows, *, scale: float, parts: AttentionParts) -> None:
