@@ -17,8 +17,8 @@ What is seen, and what is not:
   what they allocate and free on the way is such scratch. Sparse tensors have no storage and count 0.
 * Host memory that stands beside a device's, as page-locked memory does, is counted apart and is no part of the peaks:
   what `ops.staging.host_empty` makes, and what `tag` is told lies there.
-* Fake tensors count the bytes they stand for, if the meter is entered inside their `FakeTensorMode`. Those of a mode
-  entered later are left out: DTensor's shape propagation makes such, and they are no memory. Meta tensors count.
+* Fake tensors count the bytes they stand for, if the meter is entered inside their `FakeTensorMode`. Those made where a
+  mode is entered later, or that one again, are left out: there DTensor works out shapes. Meta tensors count.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class MemoryMeter(TorchDispatchMode):
         self._handles: list[Any] = []
         self._entered = False
         self._fake_mode: Any = None
+        self._fake_depth = 0
         self._resize_before: Any = None
         self.reset_peak()
 
@@ -162,6 +163,7 @@ class MemoryMeter(TorchDispatchMode):
             raise RuntimeError("this MemoryMeter is entered already; one meter counts a whole step, verbs divide it")
         self._entered = True
         self._fake_mode = active_fake_mode()
+        self._fake_depth = self._times_entered()
         for entry in list(self._live.values()):  # entered again: sizes may have changed unseen
             storage = entry()
             if storage is not None:
@@ -188,13 +190,16 @@ class MemoryMeter(TorchDispatchMode):
             if hasattr(cls, "__tensor_flatten__"):  # a wrapper (DTensor): it runs, its inner operations come here
                 return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if func is _DEVICE:
+        if func is _DEVICE or self._times_entered() > self._fake_depth:
             return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
         kind = _kind_of(func)
         if kind is not None:
             self._sort(kind, [out] if func is SCRATCH else [out, *args, *(kwargs or {}).values()])
         return out
+
+    def _times_entered(self) -> int:
+        return 0 if self._fake_mode is None else len(self._fake_mode.enter_stack)
 
     def _sort(self, kind: str, values: Sequence[Any]) -> None:
         """Move the storages of these to ``kind``, those that have none yet."""
