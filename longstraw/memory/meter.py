@@ -18,7 +18,7 @@ What is seen, and what is not:
 * Host memory used beside a device's, page-locked or not, is counted apart and is no part of the peaks: what
   `ops.host_offload.host_empty` makes, and what `tag` gets with `host=True`.
 * Fake tensors count the bytes of the tensors they replace, if the meter is entered inside their `FakeTensorMode`.
-  Those of a mode entered later are left out: DTensor's shape propagation makes such, and they are no memory. Meta
+  Those made where a mode is entered later, or that one again, are left out: there DTensor works out shapes. Meta
   tensors count.
 """
 
@@ -81,6 +81,7 @@ class MemoryMeter(TorchDispatchMode):
         self._handles: list[Any] = []
         self._entered = False
         self._fake_mode: Any = None
+        self._fake_depth = 0
         self._resize_before: Any = None
         self.reset_peak()
 
@@ -163,6 +164,7 @@ class MemoryMeter(TorchDispatchMode):
             raise RuntimeError("this MemoryMeter is entered already; one meter counts a whole step, verbs divide it")
         self._entered = True
         self._fake_mode = active_fake_mode()
+        self._fake_depth = self._times_entered()
         for entry in list(self._live.values()):  # entered again: sizes may have changed unseen
             storage = entry()
             if storage is not None:
@@ -189,13 +191,16 @@ class MemoryMeter(TorchDispatchMode):
             if hasattr(cls, "__tensor_flatten__"):  # a wrapper (DTensor): it runs, its inner operations come here
                 return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if func is _DEVICE:
+        if func is _DEVICE or self._times_entered() > self._fake_depth:
             return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
         kind = _kind_of(func)
         if kind is not None:
             self._sort(kind, [out] if func is SCRATCH else [out, *args, *(kwargs or {}).values()])
         return out
+
+    def _times_entered(self) -> int:
+        return 0 if self._fake_mode is None else len(self._fake_mode.enter_stack)
 
     def _sort(self, kind: str, values: Sequence[Any]) -> None:
         """Move the storages of these to ``kind``, those that have none yet."""

@@ -57,9 +57,8 @@ def _steps(trainer: Trainer) -> list[int]:
     """Return the steps that hold most, the optimizer's state made where an earlier step would have made it."""
     every, steps = trainer.config.refresh_every, trainer.config.steps
     fresh = every if steps > every else 0
-    trainer.optimizer.make_state()  # at first DTensor works out shapes, on tensors of their own that are no memory
-    if not fresh:
-        trainer.optimizer.drop_state()
+    if fresh:
+        trainer.optimizer.make_state()
     return [fresh] if every == 1 or fresh + 1 >= steps else [fresh, fresh + 1]
 
 

@@ -73,11 +73,6 @@ class Optimizer:
             self.optimizer.zero_grad()
             self._note("optimizer", self.state())
 
-    def drop_state(self) -> None:
-        """Drop the state that ``make_state`` allocated."""
-        if self.optimizer is not None and self.config.device is None:
-            self.optimizer.state.clear()
-
     def make_gradient(self, parameter: nn.Parameter) -> None:
         """Allocate a gradient of ``parameter`` as a backward would, with no values."""
         parameter.grad = torch.empty_like(parameter, requires_grad=False)

@@ -1,6 +1,10 @@
 """What ranks are asked to count: the peaks of a job's first step."""
 
+import gc
+import time
 from dataclasses import dataclass
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw.config import RunConfig
 from longstraw.memory.meter import MemoryMeter
@@ -9,12 +13,36 @@ from longstraw.simulation.single_rank import expert_token_counts
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
+PAUSE = 0.002  # seconds
+
+
+class PauseAfterCollectives(TorchDispatchMode):
+    """Let gloo's thread free what a collective used before more is allocated.
+
+    It does so after ``wait`` has returned, once it gets the interpreter's lock. By itself that may be an operation
+    late, and then a peak holds buffers of the collective before. On a GPU nothing is held so.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._after_one = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):  # a wrapper (DTensor): its parts come here
+            return NotImplemented
+        if self._after_one:
+            time.sleep(PAUSE)
+        self._after_one = func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
 
 def count(config):
     """Return the most bytes of each verb, and at the peak of each kind; experts get as many tokens as is stated."""
-    with MemoryMeter() as meter, use_stated_counts(expert_token_counts(config)):
+    with MemoryMeter() as meter, use_stated_counts(expert_token_counts(config)), PauseAfterCollectives():
         watch = Monitor(meter, Progress(None))
-        build_trainer(config, watch).step(0)
+        trainer = build_trainer(config, watch)
+        gc.collect()  # what building left is no part of a step
+        trainer.step(0)
         return watch.peaks.by_verb, watch.peaks.by_kind
 
 

@@ -71,7 +71,8 @@ def test_one_rank_holds_what_is_simulated(model):
         ("glm_5_2_tiny", 2, {}),
         pytest.param("glm_5_2_tiny", 4, {}, marks=pytest.mark.long),
         pytest.param("qwen3_6_tiny", 4, {"dp": 2}, marks=pytest.mark.long),
-        ("llama_tiny", 2, {"prompt_grad": "detached"}),
+        ("llama_tiny", 2, {}),
+        ("qwen3_6_moe_tiny", 2, {}),
     ],
 )
 def test_every_rank_holds_what_is_simulated(ranks, model, world, changes):

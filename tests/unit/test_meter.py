@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -680,3 +680,24 @@ def test_fake_tensors_of_a_mode_entered_later_are_left_out():
         b = a + a
         assert meter.current == 0
     del a, b
+
+
+def test_fake_tensors_made_where_shapes_are_worked_out_are_left_out():
+    with FakeTensorMode() as fake, MemoryMeter(rounding=1) as meter:
+        kept = torch.empty(10)
+        with fake:
+            shape = torch.empty(1000) + 1
+        later = torch.empty(20)
+        assert meter.peak == meter.current == 4 * 30
+    del kept, shape, later
+
+
+def test_the_first_use_of_an_operation_on_ranks_counts_as_the_second_does(mesh):
+    def peak():
+        with FakeTensorMode(), MemoryMeter(rounding=1) as meter:
+            part = torch.zeros(123, 7)
+            meter.reset_peak()
+            DTensor.from_local(part, mesh, [Shard(0)]).add_(1)
+            return meter.peak
+
+    assert peak() == peak() == 4 * 123 * 7

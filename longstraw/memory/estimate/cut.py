@@ -88,7 +88,7 @@ class CutStep:
             task, config = self._task(self._config), self._config
             self._trainer = build_trainer(config, self._watch, task=task, mesh=mesh, make_model=self._make_model)
             self._models = [self._trainer.model, self._trainer.reference]
-            self._trainer.optimizer.make_state()  # at first DTensor works out shapes, on tensors that are no memory
+            self._trainer.optimizer.make_state()
             for cut in self._cuts:
                 cut.make_parameters(self._meter)
             self._cuts[0].make_optimizer_state(self._trainer.optimizer, self._meter)
