@@ -4,7 +4,15 @@ from longstraw.config.algorithm import ALGORITHM_CHOICES, AlgorithmConfig, check
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
-from longstraw.config.data import DATA, DataConfig, JsonlConfig, MadeConfig, NeedleConfig
+from longstraw.config.data import (
+    DATA,
+    ROLLOUT_FORMATS,
+    DataConfig,
+    JsonlConfig,
+    MadeConfig,
+    NeedleConfig,
+    RolloutsConfig,
+)
 from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
@@ -46,6 +54,7 @@ __all__ = [
     "INNER_CHUNK",
     "MODES",
     "PROMPT_GRADS",
+    "ROLLOUT_FORMATS",
     "AdapterConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -59,6 +68,7 @@ __all__ = [
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",
+    "RolloutsConfig",
     "RunConfig",
     "SimulationConfig",
     "StateConfig",

@@ -60,6 +60,7 @@ class Rollout:
     sampled_positions: int = 0  # of all draws, those with equal rewards included
     resampled: int = 0  # draws before this one, whose rewards were equal
     truncated_fraction: float | None = None  # responses that no stop token ended; None: there is no stop token
+    retokenized: bool = False  # whether responses came as text, so that their tokens may not be those drawn
 
 
 class Source(Protocol):

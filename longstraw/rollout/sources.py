@@ -29,7 +29,7 @@ def request_group(task: Task, config: RunConfig, step: int, number: int, device:
 def give(policy: Policy, request: Request, observer: Observer) -> Rollout:
     """Return the group that the data hold."""
     assert request.group is not None
-    return Rollout(request.group)
+    return Rollout(request.group, retokenized=getattr(request.task, "tokenised", 0) > 0)
 
 
 def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:

@@ -41,15 +41,18 @@ class Taken:
     state_age: int  # steps since its prompt was evaluated
     rollout_age: int  # steps since its responses were made
     sampler_drift: float | None  # None where the sampler's log-probabilities are not known
+    sampler_drift_max: float | None
+    retokenized: bool
 
     @classmethod
     def of(
         cls, rollout: Rollout, group: Group, result: StepResult, *, trained: bool, state_age: int, rollout_age: int
     ) -> Taken:
         """Return what the record needs; ``group`` is the rollout's, on the model's device."""
-        drift = None
+        drift = most = None
         if trained and group.old_logprobs is not None:
-            drift = mean_difference(group, result.logprobs, group.old_logprobs)
+            apart = differences(group, result.logprobs, group.old_logprobs)
+            drift, most = float(apart.mean()), float(apart.max()) if len(apart) else None
         return cls(
             group.prompt_positions,
             group.response_positions,
@@ -64,21 +67,22 @@ class Taken:
             state_age,
             rollout_age,
             drift,
+            most,
+            rollout.retokenized,
         )
 
 
-def mean_difference(group: Group, logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the mean |difference| of two sets of log-probabilities [R] over a group's tokens in the loss."""
+def differences(group: Group, logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return |difference| of two sets of log-probabilities [R] at each of a group's tokens in the loss."""
     masks = group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in logprobs]
-    kept = [(a - b).abs()[mask.cpu()] for a, b, mask in zip(logprobs, others, masks, strict=True)]
-    return float(torch.cat(kept).mean())
+    return torch.cat([(a - b).abs()[mask.cpu()] for a, b, mask in zip(logprobs, others, masks, strict=True)])
 
 
 def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: RunConfig) -> dict[str, Any]:
     """Return positions, bytes and times of a step; ``flops`` is None where there is no formula for it."""
     results = [one.result for one in taken]
     peaks, by_kind = watch.peaks, watch.meter.bytes_by_kind()
-    differences = [result.recompute_difference for result in results if result.recompute_difference is not None]
+    recomputed = [result.recompute_difference for result in results if result.recompute_difference is not None]
     kept = max((result.retained_bytes for result in results), key=lambda sizes: sum(sizes.values()))
     counted = config.adapter.name == "none" and config.rollout == "given"
     return {
@@ -102,7 +106,9 @@ def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: Run
         "bytes_sent_by_collective": watch.traffic and watch.traffic.by_collective(),
         "seconds_by_verb": dict(watch.seconds),
         "flops": sum(_flops(one, model, config) for one in taken) if counted else None,
-        "recompute_difference": max(differences) if differences else None,
+        "recompute_difference": max(recomputed) if recomputed else None,
+        "old_logprobs": config.algorithm.old_logprobs,
+        "retokenized": any(one.retokenized for one in taken),
     }
 
 

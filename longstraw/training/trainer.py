@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from longstraw.config import AlgorithmConfig, RunConfig, check_step_groups
 from longstraw.data import Task, build_task
+from longstraw.data.rollouts import RolloutsTask
 from longstraw.group import Group, StepTotals
 from longstraw.grpo import accumulated, branch_losses, step_factor
 from longstraw.models import build_model, load_model
@@ -45,7 +47,9 @@ from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
 from longstraw.training.schedule import Schedule
-from longstraw.training.step_record import Taken, mean_difference
+from longstraw.training.step_record import Taken, differences
+
+log = logging.getLogger(__name__)
 
 SUPERVISED = AlgorithmConfig(name="supervised", loss="cispo", old_logprobs="none")  # on policy: -log p of each token
 
@@ -261,6 +265,7 @@ class Trainer:
         """
         means = [one.sampler_drift for one in taken if one.sampler_drift is not None]
         drift: dict[str, float | None] = {"sampler_drift": statistics.fmean(means) if means else None}
+        drift["sampler_drift_max"] = max((x for one in taken if (x := one.sampler_drift_max) is not None), default=None)
         if not any(one.trained for one in taken):
             return drift
         if self.config.refresh_every == 1 or self.shared is None:
@@ -276,7 +281,7 @@ class Trainer:
     ) -> dict[str, float | None]:
         """Return how far log-probabilities and loss are from those on a freshly evaluated prompt."""
         fresh = self._score_fresh(self.model, shared.group, options)
-        drift: dict[str, float | None] = {"logprob_drift": mean_difference(shared.group, logprobs, fresh)}
+        drift: dict[str, float | None] = {"logprob_drift": float(differences(shared.group, logprobs, fresh).mean())}
         if shared.prepared.old_logprobs is None and not options.algorithm.kl_coef:
             return drift | {"loss_drift": None}
         stale_loss, fresh_loss = (self._loss(shared, lp, options.algorithm) for lp in (logprobs, fresh))
@@ -318,6 +323,14 @@ class Trainer:
         self.watch.meter.tag("optimizer", self.optimizer.state())
 
 
+def with_scores(config: RunConfig, task: Task) -> RunConfig:
+    """Return ``config`` with old log-probabilities scored where some of the task's stored groups have none."""
+    if not isinstance(task, RolloutsTask) or not task.unscored or config.algorithm.old_logprobs != "data":
+        return config
+    log.warning("%d groups are stored without log-probabilities: those of all are scored here", task.unscored)
+    return replace(config, algorithm=replace(config.algorithm, old_logprobs="score"))
+
+
 Spread = tuple[Decoder, Parallel | None]
 MakeModel = Callable[[RunConfig, Mesh | None], Spread]
 
@@ -335,6 +348,7 @@ def build_trainer(
     ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
     """
     task, make_model = task or build_task(config), make_model or _model
+    config = with_scores(config, task)
     torch.manual_seed(config.seed)
     if mesh is None and config.hardware.world_size > 1:
         limit = timedelta(seconds=config.hardware.timeout_s)
