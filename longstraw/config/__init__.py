@@ -43,6 +43,7 @@ from longstraw.config.run import (
     to_dict,
     with_checkpoint_sizes,
 )
+from longstraw.config.server import ServerConfig
 
 __all__ = [
     "ALGORITHM_CHOICES",
@@ -70,6 +71,7 @@ __all__ = [
     "OptimizerConfig",
     "RolloutsConfig",
     "RunConfig",
+    "ServerConfig",
     "SimulationConfig",
     "StateConfig",
     "TrackingConfig",

@@ -42,6 +42,8 @@ class Taken:
     rollout_age: int  # steps since its responses were made
     sampler_drift: float | None  # None where the sampler's log-probabilities are not known
     sampler_drift_max: float | None
+    probe_drift: float | None
+    sampler_age: int | None
     retokenized: bool
 
     @classmethod
@@ -68,6 +70,8 @@ class Taken:
             rollout_age,
             drift,
             most,
+            rollout.probe_drift,
+            rollout.sampler_age,
             rollout.retokenized,
         )
 
@@ -169,6 +173,8 @@ def drawn(taken: Sequence[Taken], seconds: float | None) -> dict[str, Any]:
     fractions = [f for one in taken if (f := one.truncated_fraction) is not None]
     return row | {
         "sampled_positions": positions,
+        "probe_drift": taken[0].probe_drift,
+        "sampler_age": taken[0].sampler_age,
         "resampled": sum(one.resampled for one in taken),
         "truncated_fraction": statistics.fmean(fractions) if fractions else None,
         "tokens_per_second": positions / seconds if seconds else None,

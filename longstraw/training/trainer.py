@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longstraw.config import AlgorithmConfig, RunConfig, check_step_groups
+from longstraw.config import AdapterConfig, AlgorithmConfig, RunConfig, check_step_groups
 from longstraw.data import Task, build_task
 from longstraw.data.rollouts import RolloutsTask
 from longstraw.group import Group, StepTotals
@@ -29,8 +30,8 @@ from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
-from longstraw.rollout.group import Policy, Rollout, decide_here
-from longstraw.rollout.sources import SOURCES, golden, request_group
+from longstraw.rollout.group import Policy, Rollout, Source, check_drift, decide_here
+from longstraw.rollout.sources import golden, request_group, source_of
 from longstraw.step import (
     PreparedGroup,
     Retained,
@@ -90,6 +91,7 @@ class Trainer:
     task: Task
     watch: Monitor
     optimizer: Optimizer
+    source: Source  # of responses
     reference: Decoder | None  # of the KL term, where it is another model
     parallel: Parallel | None = None  # where there is more than one rank
     shared: SharedPrompt | None = None  # the prompt that is retained, where steps share it
@@ -164,7 +166,10 @@ class Trainer:
         if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
             self.shared = None
         ages = {"state_age": step - shared.evaluated, "rollout_age": step - shared.made}
-        return Taken.of(shared.rollout, shared.group, result, trained=trained, **ages)
+        taken = Taken.of(shared.rollout, shared.group, result, trained=trained, **ages)
+        if taken.sampler_age == 0 and taken.rollout_age == 0 and taken.sampler_drift is not None:
+            check_drift(taken.sampler_drift, self.config.server.max_drift)
+        return taken
 
     def _prompt(self, step: int, number: int) -> SharedPrompt:
         """Return a group of this step with its prompt, evaluated now or by an earlier step."""
@@ -191,7 +196,7 @@ class Trainer:
         reference = None if request.group is None else self._accept(request.group, options)
         retained = self._prefill(request.prompt, options)
         policy = Policy(self.model, retained, *([] if self.parallel is None else [self.parallel.mesh.decide]))
-        rollout = (golden if warmup else SOURCES[self.config.rollout])(policy, request, self.watch)
+        rollout = (golden if warmup else self.source)(policy, request, self.watch)
         if request.group is None:
             reference = self._accept(rollout.group, options)
         prepared = prepare_group(
@@ -342,10 +347,12 @@ def build_trainer(
     task: Task | None = None,
     mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
+    run_dir: Path = Path(),
 ) -> Trainer:
     """Return model, data and optimizer of a job, with their bytes known to the meter.
 
-    ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
+    ``task``, ``mesh`` and what makes the model are the configured ones where none are given. Adapters for a server go
+    to ``run_dir``.
     """
     task, make_model = task or build_task(config), make_model or _model
     config = with_scores(config, task)
@@ -363,7 +370,8 @@ def build_trainer(
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
-    return Trainer(config, model, task, watch, optimizer, reference, parallel)
+    source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
+    return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
 
 
 def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
@@ -379,17 +387,17 @@ def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
     return add_adapter(model, config.adapter, seed=config.seed), None
 
 
+def save_policy(model: Decoder, parallel: Parallel | None, adapter: AdapterConfig, folder: Path) -> None:
+    """Write the adapter in PEFT's format, or the model in transformers', to a new ``folder``; every rank takes part."""
+    whole = model if parallel is None else gather_model(parallel, adapter)
+    if whole is not None:  # rank 0 has it
+        (save_model if adapter.name == "none" else save_adapter)(whole, folder)
+
+
 def save_trained(trainer: Trainer, folder: Path) -> None:
     """Write what was trained into the run's folder: the adapter in PEFT's format, or the model in transformers'."""
-    model: Decoder | None = trainer.model
-    if trainer.parallel is not None:
-        model = gather_model(trainer.parallel, trainer.config.adapter)
-    if model is None:  # rank 0 has it
-        return
-    if trainer.config.adapter.name == "none":
-        save_model(model, folder / "model")
-    else:
-        save_adapter(model, folder / "adapter")
+    adapter = trainer.config.adapter
+    save_policy(trainer.model, trainer.parallel, adapter, folder / ("model" if adapter.name == "none" else "adapter"))
 
 
 def model_facts(trainer: Trainer) -> dict[str, Any]:
