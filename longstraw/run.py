@@ -46,6 +46,8 @@ KEYS = """\
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
+  data=rollouts             data.path=PLACE that verl, TRL, NeMo-RL, verifiers, prime-rl or ART stored, or lines
+                            of token ids; data.format=NAME where its columns do not say which
   rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
   warmup_steps=0            with rollout=sample: first supervised steps on golden answers
   claim=NAME                a name under which the analysis groups records

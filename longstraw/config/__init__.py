@@ -4,7 +4,15 @@ from longstraw.config.algorithm import ALGORITHM_CHOICES, AlgorithmConfig, check
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
-from longstraw.config.data import DATA, DataConfig, JsonlConfig, MadeConfig, NeedleConfig
+from longstraw.config.data import (
+    DATA,
+    ROLLOUT_FORMATS,
+    DataConfig,
+    JsonlConfig,
+    MadeConfig,
+    NeedleConfig,
+    RolloutsConfig,
+)
 from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.model import (
@@ -35,6 +43,7 @@ from longstraw.config.run import (
     to_dict,
     with_checkpoint_sizes,
 )
+from longstraw.config.server import ServerConfig
 
 __all__ = [
     "ALGORITHM_CHOICES",
@@ -46,6 +55,7 @@ __all__ = [
     "INNER_CHUNK",
     "MODES",
     "PROMPT_GRADS",
+    "ROLLOUT_FORMATS",
     "AdapterConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -59,7 +69,9 @@ __all__ = [
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",
+    "RolloutsConfig",
     "RunConfig",
+    "ServerConfig",
     "SimulationConfig",
     "StateConfig",
     "TrackingConfig",

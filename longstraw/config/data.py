@@ -8,6 +8,8 @@ from omegaconf import MISSING
 
 from longstraw.config.checks import ConfigError, check_ranges, choose, number
 
+ROLLOUT_FORMATS = ("tokens", "verl", "trl", "nemo_rl", "verifiers", "art")
+
 
 @dataclass
 class DataConfig:
@@ -47,6 +49,25 @@ class JsonlConfig(DataConfig):
 
 
 @dataclass
+class RolloutsConfig(DataConfig):
+    """Responses that another trainer stored; see ``longstraw.data.rollouts``."""
+
+    name: str = "rollouts"
+    path: str = MISSING  # a file, a folder of files, or a pattern such as run/step_*/traces.jsonl
+    format: str = "auto"  # auto: by the columns of the first row
+    on_error: str = "stop"  # stop | skip
+    truncate: str | None = None  # None | left | right: what to cut from a prompt that is too long
+    tokenizer: str | None = None  # a folder; None: the checkpoint's, or bytes where there is no checkpoint
+    reward_columns: list[str] = field(default_factory=list)  # trl: columns added up; empty: the only one
+
+    def __post_init__(self) -> None:
+        choose("data.format", self.format, ("auto", *ROLLOUT_FORMATS))
+        choose("data.on_error", self.on_error, ("stop", "skip"))
+        if self.truncate is not None:
+            choose("data.truncate", self.truncate, ("left", "right"))
+
+
+@dataclass
 class MadeConfig(DataConfig):
     """A made task whose responses are sampled; see ``longstraw.data.made``. A task reads its own difficulty keys."""
 
@@ -73,4 +94,5 @@ class MadeConfig(DataConfig):
 
 
 MADE = ("lookup", "chain", "count", "multi")
-DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig} | dict.fromkeys(MADE, MadeConfig)
+DATA: dict[str, type[DataConfig]] = {"needle": NeedleConfig, "jsonl": JsonlConfig, "rollouts": RolloutsConfig}
+DATA |= dict.fromkeys(MADE, MadeConfig)

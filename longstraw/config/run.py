@@ -23,6 +23,7 @@ from longstraw.config.evaluation import EvaluateConfig
 from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
 from longstraw.config.hf_files import end_tokens
 from longstraw.config.model import INNER_CHUNK, option, read_model_config, typed
+from longstraw.config.server import ServerConfig, check_server
 from longstraw.units import parse_count
 
 PROMPT_GRADS = ("detached", "exact")
@@ -124,6 +125,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     state: StateConfig = field(default_factory=StateConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -145,7 +147,7 @@ class RunConfig:
     )  # and fewer, once log-probabilities are so far from the sampler's
     updates_per_rollout: int | None = number(None, 1, STEPS)  # optimizer steps on one group; null: refresh_every
     warmup_steps: int = number(0, 0, STEPS)  # of all steps, the first, which are supervised ones on golden answers
-    rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt
+    rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt | server
     temperature: float = number(1.0, 0, 100, above=True)  # at which they are drawn, and log-probabilities taken
     top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
     top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
@@ -180,6 +182,8 @@ class RunConfig:
             self.stop = [] if self.rollout == "given" else self._end_tokens()
         if self.adapter.name == "auto":
             self.adapter = replace(self.adapter, name=self.model.default_adapter)
+        if self.rollout == "server":
+            self.algorithm = self.server.corrected(self.algorithm)
         self._check()
 
     def _check(self) -> None:
@@ -211,7 +215,7 @@ class RunConfig:
             )
 
     def _check_rollout(self) -> None:
-        choose("rollout", self.rollout, ("given", "sample"))
+        choose("rollout", self.rollout, ("given", "sample", "server"))
         drawn_from_some = self.top_p < 1 or self.top_k is not None or self.min_p > 0
         if self.rollout == "given":
             keys = ("top_k", "stop", "resample", "mask_truncated", "overlong_buffer", "warmup_steps", "refresh_above")
@@ -227,7 +231,11 @@ class RunConfig:
             )
         if self.mode in ("simulate", "emulate"):
             raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
-        if self.hardware.world_size > 1:
+        if self.rollout == "server":
+            check_server(self.server, self.adapter.name, self.algorithm, from_some=drawn_from_some)
+            if self.hardware.dp > 1:
+                raise ConfigError("rollout=server hands its adapters over for one prompt at a time: use hardware.dp=1")
+        elif self.hardware.world_size > 1:
             raise ConfigError(f"rollout=sample runs in one process so far, and hardware has {self.hardware.world_size}")
         if drawn_from_some and self.algorithm.old_logprobs != "none":
             raise ConfigError(
@@ -340,6 +348,7 @@ GROUPS: dict[str, type[Any]] = {
     "algorithm": AlgorithmConfig,
     "optimizer": OptimizerConfig,
     "state": StateConfig,
+    "server": ServerConfig,
     "launch": LaunchConfig,
     "simulation": SimulationConfig,
     "checkpoint": CheckpointConfig,

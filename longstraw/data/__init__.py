@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from longstraw.config import DATA, JsonlConfig, MadeConfig, NeedleConfig, RunConfig
+from longstraw.config import DATA, JsonlConfig, MadeConfig, NeedleConfig, RolloutsConfig, RunConfig
 from longstraw.config.data import MADE
 from longstraw.data.haystack import check_haystack
 from longstraw.data.jsonl import JsonlTask, check_jsonl
 from longstraw.data.made import MadeTask
 from longstraw.data.needle import NeedleTask, check_room
+from longstraw.data.rollouts import RolloutsTask, check_rollouts
 from longstraw.data.task import DataError, Task
 from longstraw.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 
@@ -18,7 +19,7 @@ __all__ = ["DataError", "Task", "build_task", "check_data", "check_held_out", "r
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the tokenizer that a run loads, or None where bytes are its tokens."""
-    given = config.data.tokenizer if isinstance(config.data, JsonlConfig) else None
+    given = config.data.tokenizer if isinstance(config.data, JsonlConfig | RolloutsConfig) else None
     return find_tokenizer(given, checkpoint=config.model.checkpoint, vocab_size=config.model.vocab_size)
 
 
@@ -32,6 +33,8 @@ def check_data(config: RunConfig) -> None:
     tokenizer = ByteTokenizer() if folder is None else None
     if isinstance(data, JsonlConfig):
         check_jsonl(config, data, tokenizer)
+    elif isinstance(data, RolloutsConfig):
+        check_rollouts(data)
     elif isinstance(data, NeedleConfig | MadeConfig):
         check_haystack(data.haystack)
         if isinstance(data, NeedleConfig) and tokenizer is not None:
@@ -48,7 +51,7 @@ def check_held_out(config: RunConfig) -> None:
 
 def run_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the tokenizer of a run's data."""
-    folder = config.data.tokenizer if isinstance(config.data, JsonlConfig) else None
+    folder = config.data.tokenizer if isinstance(config.data, JsonlConfig | RolloutsConfig) else None
     return load_tokenizer(folder, checkpoint=config.model.checkpoint, vocab_size=config.model.vocab_size)
 
 
@@ -60,6 +63,8 @@ def build_task(config: RunConfig) -> Task:
     data, tokenizer = config.data, run_tokenizer(config)
     if isinstance(data, JsonlConfig):
         return JsonlTask(config, data, tokenizer)
+    if isinstance(data, RolloutsConfig):
+        return RolloutsTask(config, data, tokenizer)
     if isinstance(data, NeedleConfig):
         return NeedleTask(config, data, tokenizer)
     if isinstance(data, MadeConfig):

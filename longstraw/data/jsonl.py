@@ -72,7 +72,7 @@ class JsonlTask:
         parse = self._parser.group if self._config.rollout == "given" else self._parser.example
         seen: dict[str, int] = {}
         skipped: list[dict[str, Any]] = []
-        for place, number, line in _lines(self._path):
+        for place, number, line in read_lines(self._path):
             try:
                 name = parse(line, number).id
                 if name in seen:
@@ -145,7 +145,7 @@ class JsonlTask:
 def check_jsonl(config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | None) -> None:
     """Raise ``DataError`` or ``OSError`` for a file that cannot be read, or whose first line cannot be used."""
     path = Path(data.path).expanduser()
-    for _, number, line in _lines(path, LOOKED_AT):
+    for _, number, line in read_lines(path, LOOKED_AT):
         if data.on_error == "stop" and len(line) < LOOKED_AT:
             try:
                 Parser(config, data, tokenizer).check(line)
@@ -155,7 +155,7 @@ def check_jsonl(config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | Non
     raise DataError(f"{path}: no usable line; the file is empty")
 
 
-def _lines(path: Path, longest: int = -1) -> Iterator[tuple[int, int, bytes]]:
+def read_lines(path: Path, longest: int = -1) -> Iterator[tuple[int, int, bytes]]:
     """Yield byte offset, line number and content of every line that is not blank, at most ``longest`` bytes of it."""
     if not path.is_file():
         what = "a folder" if path.is_dir() else "no plain file" if path.exists() else "not there"

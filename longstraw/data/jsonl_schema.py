@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longstraw.config import JsonlConfig, RunConfig
+from longstraw.config import JsonlConfig, RolloutsConfig, RunConfig
 from longstraw.config.hf_files import placeholder_ids
 from longstraw.data.task import DataError, Example
 from longstraw.data.tokenizer import Tokenizer, check_text
@@ -28,7 +29,7 @@ SLACK = 1e-2  # a log-probability of 0 that was rounded may come out above it
 class Parser:
     """Turn lines into groups of one run's sizes, and count what was cut to fit while ``counting``."""
 
-    def __init__(self, config: RunConfig, data: JsonlConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: RunConfig, data: JsonlConfig | RolloutsConfig, tokenizer: Tokenizer | None) -> None:
         """``tokenizer`` may be absent where lines are only checked."""
         self._tokenizer, self._vocab_size = tokenizer, config.model.vocab_size
         self._placeholders = placeholder_ids(config.model.checkpoint)
@@ -39,24 +40,31 @@ class Parser:
 
     def group(self, line: bytes, number: int) -> Group:
         """Return the group a line holds; ``number`` names a line without an id. Raises ``DataError``."""
+        fields = _fields(line)
+        return self.build(fields, str(fields.get("id", f"line-{number}")))
+
+    def build(self, fields: dict[str, Any], name: str, places: Sequence[str] = ()) -> Group:
+        """Return the group that a line's ``fields`` describe. Raises ``DataError``.
+
+        ``places`` are what messages call the responses, where that is not their number on the line.
+        """
         import torch
 
         from longstraw.group import Group
 
-        fields = _fields(line)
-        name = fields.get("id", f"line-{number}")
         prompt, truncated = self._fit(self._prompt(fields))
         items = self._items(fields.get("responses"))
         taken = items[: self._group_size]
-        responses = [self._response(item, f"responses[{i}]") for i, item in enumerate(taken)]
+        places = places or [f"responses[{i}]" for i in range(len(taken))]
+        responses = [self._response(item, place) for item, place in zip(taken, places, strict=False)]
         try:
             group = Group(
                 prompt=torch.from_numpy(prompt),
                 responses=[torch.from_numpy(ids) for ids in responses],
-                rewards=[_reward(item, f"responses[{i}]") for i, item in enumerate(taken)],
-                old_logprobs=_logprobs(taken, responses),
-                loss_masks=_masks(taken, responses),
-                id=str(name),
+                rewards=[_reward(item, place) for item, place in zip(taken, places, strict=False)],
+                old_logprobs=_logprobs(taken, responses, places),
+                loss_masks=_masks(taken, responses, places),
+                id=name,
             )
         except ValueError as error:
             raise DataError(str(error)) from None
@@ -99,7 +107,7 @@ class Parser:
         if isinstance(value, str):
             return self._encode(value, "prompt")
         if not isinstance(value, list):
-            raise DataError(f"prompt is {_kind(value)}, must be text, a list of token ids or a list of chat messages")
+            raise DataError(f"prompt is {kind_of(value)}, must be text, a list of token ids or a list of chat messages")
         if chat:
             assert self._tokenizer is not None
             ids = self._tokenizer.encode_chat(_messages(value), _tools(tools))
@@ -120,11 +128,11 @@ class Parser:
 
     def _items(self, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list):
-            raise DataError("no responses" if value is None else f"responses is {_kind(value)}, must be a list")
+            raise DataError("no responses" if value is None else f"responses is {kind_of(value)}, must be a list")
         for i, item in enumerate(value):
             if not isinstance(item, dict):
-                raise DataError(f"responses[{i}] is {_kind(item)}, must be an object with text or tokens, and reward")
-            _check_keys(item, RESPONSE_KEYS, f"responses[{i}]: ")
+                raise DataError(f"responses[{i}] is {kind_of(item)}, must be an object with text or tokens, and reward")
+            check_keys(item, RESPONSE_KEYS, f"responses[{i}]: ")
         if len(value) < self._group_size:
             raise DataError(f"{len(value)} responses, and group_size={self._group_size}")
         return value
@@ -138,7 +146,7 @@ class Parser:
         elif isinstance(item["text"], str):
             ids = self._encode(item["text"], f"{where}.text")
         else:
-            raise DataError(f"{where}.text is {_kind(item['text'])}, must be text")
+            raise DataError(f"{where}.text is {kind_of(item['text'])}, must be text")
         if len(ids) > self._response_length:
             raise DataError(
                 f"{where} has {len(ids)} tokens, and response_length={self._response_length}; raise response_length, "
@@ -168,12 +176,12 @@ class Parser:
 
     def _ids(self, value: Any, where: str) -> NDArray[np.int64]:
         if not isinstance(value, list):
-            raise DataError(f"{where} is {_kind(value)}, must be a list of token ids")
+            raise DataError(f"{where} is {kind_of(value)}, must be a list of token ids")
         if not value:
             raise DataError(f"{where} is empty")
         if set(map(type, value)) != {int}:  # not isinstance: true and false are no token ids
             at = next(i for i, item in enumerate(value) if type(item) is not int)
-            raise DataError(f"{where}[{at}] is {_kind(value[at])}, must be a token id")
+            raise DataError(f"{where}[{at}] is {kind_of(value[at])}, must be a token id")
         if min(value) < 0 or max(value) >= self._vocab_size:
             at = next(i for i, item in enumerate(value) if not 0 <= item < self._vocab_size)
             raise DataError(f"{where}[{at}] is {value[at]}, must be below the vocabulary of {self._vocab_size} ids")
@@ -184,18 +192,19 @@ class Parser:
 
 def _fields(line: bytes) -> dict[str, Any]:
     """Return the object a line holds, its keys and its id checked."""
-    fields = _object(line)
-    _check_keys(fields, LINE_KEYS, "")
+    fields = parse_object(line)
+    check_keys(fields, LINE_KEYS, "")
     name = fields.get("id", "")
     if not isinstance(name, (str, int)) or isinstance(name, bool):
-        raise DataError(f"id is {_kind(name)}, must be text or a whole number")
+        raise DataError(f"id is {kind_of(name)}, must be text or a whole number")
     check_text(str(name), "id")
     if "prompt" not in fields:
         raise DataError("no prompt")
     return fields
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object that a line holds, or raise ``DataError``."""
     try:
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -207,11 +216,11 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"no JSON that can be read: {error}") from None
     if not isinstance(fields, dict):
-        raise DataError(f"the line holds {_kind(fields)}, must be one object: {{...}}")
+        raise DataError(f"the line holds {kind_of(fields)}, must be one object: {{...}}")
     return fields
 
 
-def _check_keys(fields: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+def check_keys(fields: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     """Refuse what looks like a known key written wrongly; other keys are the user's own business."""
     for key in fields:
         near = [] if key in known else difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
@@ -235,7 +244,7 @@ def _check_parts(content: Any, where: str) -> None:
     """Refuse parts of a message that are no text, such as images: the models here take text only."""
     for j, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, dict):
-            raise DataError(f"{where}[{j}] is {_kind(part)}, must be an object with type and text")
+            raise DataError(f"{where}[{j}] is {kind_of(part)}, must be an object with type and text")
         kind = part.get("type", "text" if "text" in part else next(iter(part), "nothing"))
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(
@@ -245,7 +254,7 @@ def _check_parts(content: Any, where: str) -> None:
 
 def _tools(value: Any) -> list[Any] | None:
     if value is not None and not (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        raise DataError(f"tools is {_kind(value)}, must be a list of JSON schemas")
+        raise DataError(f"tools is {kind_of(value)}, must be a list of JSON schemas")
     return value
 
 
@@ -256,19 +265,21 @@ def _reward(item: dict[str, Any], where: str) -> float:
     return _number(item["reward"], f"{where}.reward", finite=True, boolean=True)
 
 
-def _logprobs(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -> list[torch.Tensor] | None:
+def _logprobs(
+    items: list[dict[str, Any]], responses: list[NDArray[np.int64]], places: Sequence[str]
+) -> list[torch.Tensor] | None:
     """Return the log-probabilities, if all responses have them; null where the mask is 0 is never read."""
     given = [i for i, item in enumerate(items) if item.get("logprobs") is not None]
     if not given:
         return None
     if len(given) < len(items):
         without = next(i for i in range(len(items)) if i not in given)
-        raise DataError(f"responses[{given[0]}] has logprobs and responses[{without}] has none; give all or none")
+        raise DataError(f"{places[given[0]]} has logprobs and {places[without]} has none; give all or none")
     import torch
 
     rows = []
     for i, (item, response) in enumerate(zip(items, responses, strict=True)):
-        where = f"responses[{i}].logprobs"
+        where = f"{places[i]}.logprobs"
         values = _list(item["logprobs"], response, where)
         row = [math.nan if v is None else _number(v, f"{where}[{t}]") for t, v in enumerate(values)]
         if max(row) > SLACK:  # false for NaN, which Group looks at
@@ -277,7 +288,9 @@ def _logprobs(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -
     return rows
 
 
-def _masks(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -> list[torch.Tensor] | None:
+def _masks(
+    items: list[dict[str, Any]], responses: list[NDArray[np.int64]], places: Sequence[str]
+) -> list[torch.Tensor] | None:
     """Return the masks, if any response has one; those without keep all their tokens."""
     if all(item.get("loss_mask") is None for item in items):
         return None
@@ -285,7 +298,7 @@ def _masks(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -> l
 
     masks = []
     for i, (item, response) in enumerate(zip(items, responses, strict=True)):
-        where = f"responses[{i}].loss_mask"
+        where = f"{places[i]}.loss_mask"
         values = [1] * len(response) if item.get("loss_mask") is None else _list(item["loss_mask"], response, where)
         for t, value in enumerate(values):
             if not isinstance(value, (bool, int)) or value not in (0, 1):
@@ -296,7 +309,7 @@ def _masks(items: list[dict[str, Any]], responses: list[NDArray[np.int64]]) -> l
 
 def _list(value: Any, response: NDArray[np.int64], where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise DataError(f"{where} is {_kind(value)}, must be a list")
+        raise DataError(f"{where} is {kind_of(value)}, must be a list")
     if len(value) != len(response):
         raise DataError(f"{where} has {len(value)} values for {len(response)} tokens")
     return value
@@ -304,7 +317,7 @@ def _list(value: Any, response: NDArray[np.int64], where: str) -> list[Any]:
 
 def _number(value: Any, where: str, *, finite: bool = False, boolean: bool = False) -> float:
     if not isinstance(value, (int, float)) or (isinstance(value, bool) and not boolean):
-        raise DataError(f"{where} is {_kind(value)}, must be a number")
+        raise DataError(f"{where} is {kind_of(value)}, must be a number")
     try:
         number = float(value)
     except OverflowError:
@@ -314,7 +327,7 @@ def _number(value: Any, where: str, *, finite: bool = False, boolean: bool = Fal
     return number
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Name a JSON value for a message: its kind, and itself where short."""
     if value is None:
         return "null"

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]: ...
 
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, answer: bool) -> str: ...
+
+    def special_ids(self) -> list[int]: ...
+
     def chat_parts(self) -> tuple[str, str] | None: ...
 
 
@@ -51,10 +55,18 @@ class ByteTokenizer:
 
     def encode_chat(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> NDArray[np.int64]:
         """Raise ``DataError``: bytes have no tokens for roles."""
+        return self.encode(self.render(messages, tools, answer=True))
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, answer: bool) -> str:
+        """Raise ``DataError``: bytes have no tokens for roles."""
         raise DataError(
             "chat messages need a tokenizer with a chat template, and this run takes bytes as tokens; give the prompt "
             "as text or token ids, or set model.checkpoint or data.tokenizer to a folder with a tokenizer"
         )
+
+    def special_ids(self) -> list[int]:
+        """Return none: each byte is text."""
+        return []
 
     def chat_parts(self) -> None:
         """Return None: bytes have no chat template."""
@@ -89,16 +101,27 @@ class CheckpointTokenizer:
 
         ``tools`` are the JSON schemas of functions that the assistant may call.
         """
+        return self.encode(self.render(messages, tools, answer=True))
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, *, answer: bool) -> str:
+        """Return the conversation as the chat template writes it; with ``answer``, up to where the next answer begins.
+
+        Raises ``DataError`` where there is no template or it refuses the messages.
+        """
         if not self._tokenizer.chat_template:
             raise DataError(f"the tokenizer of {self.name} has no chat template; give the prompt as text or token ids")
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
+                messages, tools=tools, tokenize=False, add_generation_prompt=answer
             )
         except Exception as error:  # a template may raise any exception
             raise DataError(f"the chat template of {self.name} refuses the messages: {error}") from error
         check_text(str(text), "the conversation")
-        return self.encode(str(text))
+        return str(text)
+
+    def special_ids(self) -> list[int]:
+        """Return the ids of tokens that are no text, such as the one that ends a turn."""
+        return list(self._tokenizer.all_special_ids)
 
     def chat_parts(self) -> tuple[str, str] | None:
         """Return what the chat template writes before and after a user's one message; None without a template."""

@@ -21,8 +21,21 @@ from longstraw.group import Group
 from longstraw.grpo import mask_truncated, overlong_penalty
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Observer
-from longstraw.rollout.sampling import Samples
+from longstraw.rollout.sampling import Samples, Sampling
 from longstraw.step import Retained
+
+
+class DriftError(ValueError):
+    """A server whose log-probabilities are not those of the policy that it should answer with."""
+
+
+def check_drift(found: float, most: float) -> None:
+    """Raise ``DriftError`` where log-probabilities came ``found`` from ours on average, and ``most`` are allowed."""
+    if not found <= most:
+        raise DriftError(
+            f"the server's log-probabilities are {found:.3f} from ours on average, and server.max_drift={most}: it has "
+            "other weights, another temperature, or caches of an earlier adapter"
+        )
 
 
 def decide_here(find: Callable[[], Any]) -> Any:
@@ -60,12 +73,22 @@ class Rollout:
     sampled_positions: int = 0  # of all draws, those with equal rewards included
     resampled: int = 0  # draws before this one, whose rewards were equal
     truncated_fraction: float | None = None  # responses that no stop token ended; None: there is no stop token
+    probe_drift: float | None = None  # mean distance of the server's log-probabilities from ours; None: not probed
+    sampler_age: int | None = None  # optimizer steps since the server got its weights; None: it never did
+    retokenized: bool = False  # whether responses came as text, so that their tokens may not be those drawn
 
 
 class Source(Protocol):
     """Where the responses of a group come from. Every rank of the prompt calls it, and gets the same group."""
 
     def __call__(self, policy: Policy, request: Request, observer: Observer) -> Rollout: ...
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    """Return how a run draws its responses."""
+    return Sampling(
+        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
+    )
 
 
 def response_seeds(seed: int, number: int, attempt: int, count: int) -> list[int]:
@@ -91,7 +114,9 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
         if not policy.model.agree(int(equal)):
             break
     assert request.example is not None
-    group = Group(request.prompt, samples.responses, rewards, old_logprobs=samples.logprobs, id=request.example.id)
+    group = Group(
+        request.prompt, samples.responses, rewards, old_logprobs=samples.logprobs or None, id=request.example.id
+    )
     truncated = [not ended for ended in samples.ended]
     if config.mask_truncated:
         masks = [torch.ones_like(response, dtype=torch.bool) for response in samples.responses]

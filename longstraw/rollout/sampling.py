@@ -62,7 +62,7 @@ class Samples:
     """Drawn responses, on the host."""
 
     responses: list[Tensor]  # [R] each, the stop token included
-    logprobs: list[Tensor]  # [R] each, under softmax(logits / temperature); at temperature 0, under softmax(logits)
+    logprobs: list[Tensor]  # [R] each, under softmax(logits / temperature); at 0, under softmax(logits); none: unknown
     ended: list[bool]  # by a stop token; the others are as long as allowed
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 from longstraw.config import RunConfig
 from longstraw.data.task import DataError, PromptTask, Task
 from longstraw.group import Group
 from longstraw.observer import Observer
-from longstraw.rollout.group import Policy, Request, Rollout, Source, draw_group
-from longstraw.rollout.sampling import Sampling, draw
+from longstraw.rollout.group import Policy, Request, Rollout, Source, draw_group, sampling_of
+from longstraw.rollout.sampling import draw
 
 
 def request_group(task: Task, config: RunConfig, step: int, number: int, device: torch.device) -> Request:
@@ -29,15 +32,12 @@ def request_group(task: Task, config: RunConfig, step: int, number: int, device:
 def give(policy: Policy, request: Request, observer: Observer) -> Rollout:
     """Return the group that the data hold."""
     assert request.group is not None
-    return Rollout(request.group)
+    return Rollout(request.group, retokenized=getattr(request.task, "tokenised", 0) > 0)
 
 
 def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
     """Return a group drawn from the retained prompt by the model that is trained."""
-    config = request.config
-    sampling = Sampling(
-        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
-    )
+    sampling = sampling_of(request.config)
     return draw_group(
         policy, request, lambda seeds: draw(policy.model, policy.retained, seeds, sampling, observer=observer)
     )
@@ -57,4 +57,13 @@ def golden(policy: Policy, request: Request, observer: Observer) -> Rollout:
     return Rollout(group.to(policy.retained.prompt.device))
 
 
-SOURCES: dict[str, Source] = {"given": give, "sample": sample}
+def source_of(config: RunConfig, publish: Callable[[Path], None], folder: Path) -> Source:
+    """Return where the responses of a run come from.
+
+    ``publish`` saves the policy's adapter to a new folder, every rank taking part; ``folder`` is where such folders go.
+    """
+    if config.rollout == "server":
+        from longstraw.rollout.served import ServedSource  # and httpx with it, which no other source needs
+
+        return ServedSource(config, publish, folder)
+    return {"given": give, "sample": sample}[config.rollout]

@@ -91,7 +91,7 @@ KEYS = keys_of("""
     recomputed_positions           int    prompt positions evaluated again by the prompt backward
     recompute_difference           float  largest difference of a state evaluated again from the one retained
     seed                           int    of weights, prompts and responses
-    rollout                        str    where responses come from: given, sample, or golden in a warm-up step
+    rollout                        str    where responses come from: given, sample, server, or golden in a warm-up step
     rollout_age                    int    optimizer steps since the responses were made
     updates_per_rollout            int    optimizer steps on the same responses
     groups                         int    of the step, over all ranks
@@ -100,6 +100,10 @@ KEYS = keys_of("""
     resampled                      int    draws of groups that were dropped for their equal rewards
     truncated_fraction             float  drawn responses that no stop token ended; null: there is none
     response_length_mean           float  tokens
+    probe_drift                    float  mean difference of the server's log-probabilities after it got new weights
+    sampler_age                    int    optimizer steps since the server got its weights
+    retokenized                    bool   whether responses came as text and were made tokens again
+    old_logprobs                   str    data, score or none: where the ratio's old log-probabilities are from
     tokens_per_second              float  drawn, over the seconds of the verb sample
     chunk                          int    prompt positions evaluated at a time, over all ranks
     prompt_grad                    str    detached or exact
@@ -137,6 +141,7 @@ KEYS = keys_of("""
     entropy                        float  mean over tokens, nats
     grad_norm                      float  before clipping
     sampler_drift                  float  mean absolute difference from the log-probabilities at which tokens were drawn
+    sampler_drift_max              float  the largest such difference
     logprob_drift                  float  mean absolute difference from a freshly evaluated prompt
     loss_drift                     float  relative difference of the loss from the same; null on policy
     commit                         str    of the checkout; null where there is none

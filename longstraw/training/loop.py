@@ -56,7 +56,7 @@ def run_job(
                 raise wrong
             if any_rank(stop.asked is not None):  # while modules were imported and ranks connected
                 return _unbegun(recorder, stop, folder, attempt)
-            trainer = build_trainer(config, watch)
+            trainer = build_trainer(config, watch, run_dir=folder)
             keeper = CheckpointPolicy(trainer, recorder, stop)
             _take_steps(trainer, keeper)
             if config.save:

@@ -19,7 +19,14 @@ SUMMED = (
     "resampled",
     "flops",
 )
-LARGEST = ("prompt_positions", "response_positions", "recompute_difference", "peak_reserved_bytes", "host_bytes")
+LARGEST = (
+    "prompt_positions",
+    "response_positions",
+    "recompute_difference",
+    "peak_reserved_bytes",
+    "host_bytes",
+    "sampler_drift_max",
+)
 MEANS = (
     "loss",
     "reward_mean",

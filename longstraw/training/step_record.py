@@ -41,15 +41,20 @@ class Taken:
     state_age: int  # steps since its prompt was evaluated
     rollout_age: int  # steps since its responses were made
     sampler_drift: float | None  # None where the sampler's log-probabilities are not known
+    sampler_drift_max: float | None
+    probe_drift: float | None
+    sampler_age: int | None
+    retokenized: bool
 
     @classmethod
     def of(
         cls, rollout: Rollout, group: Group, result: StepResult, *, trained: bool, state_age: int, rollout_age: int
     ) -> Taken:
         """Return what the record needs; ``group`` is the rollout's, on the model's device."""
-        tokens, drift = sum(kept_tokens(group)), None
+        tokens, drift, most = sum(kept_tokens(group)), None, None
         if trained and tokens and group.old_logprobs is not None:
-            drift = mean_difference(group, result.logprobs, group.old_logprobs)
+            apart = differences(group, result.logprobs, group.old_logprobs)
+            drift, most = float(apart.mean()), float(apart.max())
         return cls(
             group.prompt_positions,
             group.response_positions,
@@ -64,21 +69,24 @@ class Taken:
             state_age,
             rollout_age,
             drift,
+            most,
+            rollout.probe_drift,
+            rollout.sampler_age,
+            rollout.retokenized,
         )
 
 
-def mean_difference(group: Group, logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the mean |difference| of two sets of log-probabilities [R] over a group's tokens in the loss."""
+def differences(group: Group, logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return |difference| of two sets of log-probabilities [R] at each of a group's tokens in the loss."""
     masks = group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in logprobs]
-    kept = [(a - b).abs()[mask.cpu()] for a, b, mask in zip(logprobs, others, masks, strict=True)]
-    return float(torch.cat(kept).mean())
+    return torch.cat([(a - b).abs()[mask.cpu()] for a, b, mask in zip(logprobs, others, masks, strict=True)])
 
 
 def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: RunConfig) -> dict[str, Any]:
     """Return positions, bytes and times of a step; ``flops`` is None where there is no formula for it."""
     results = [one.result for one in taken]
     peaks, by_kind = watch.peaks, watch.meter.bytes_by_kind()
-    differences = [result.recompute_difference for result in results if result.recompute_difference is not None]
+    recomputed = [result.recompute_difference for result in results if result.recompute_difference is not None]
     kept = max((result.retained_bytes for result in results), key=lambda sizes: sum(sizes.values()))
     counted = config.adapter.name == "none" and config.rollout == "given"
     return {
@@ -102,7 +110,9 @@ def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: Run
         "bytes_sent_by_collective": watch.traffic and watch.traffic.by_collective(),
         "seconds_by_verb": dict(watch.seconds),
         "flops": sum(_flops(one, model, config) for one in taken) if counted else None,
-        "recompute_difference": max(differences) if differences else None,
+        "recompute_difference": max(recomputed) if recomputed else None,
+        "old_logprobs": config.algorithm.old_logprobs,
+        "retokenized": any(one.retokenized for one in taken),
     }
 
 
@@ -163,6 +173,8 @@ def drawn(taken: Sequence[Taken], seconds: float | None) -> dict[str, Any]:
     fractions = [f for one in taken if (f := one.truncated_fraction) is not None]
     return row | {
         "sampled_positions": positions,
+        "probe_drift": taken[0].probe_drift,
+        "sampler_age": taken[0].sampler_age,
         "resampled": sum(one.resampled for one in taken),
         "truncated_fraction": statistics.fmean(fractions) if fractions else None,
         "tokens_per_second": positions / seconds if seconds else None,

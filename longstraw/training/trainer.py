@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -9,14 +10,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longstraw.config import AlgorithmConfig, RunConfig, check_step_groups
+from longstraw.config import AdapterConfig, AlgorithmConfig, RunConfig, check_step_groups
 from longstraw.data import Task, build_task
+from longstraw.data.rollouts import RolloutsTask
 from longstraw.group import Group, StepTotals
 from longstraw.grpo import accumulated, branch_losses, step_factor
 from longstraw.models import build_model, load_model
@@ -27,8 +30,8 @@ from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
-from longstraw.rollout.group import Policy, Rollout, decide_here
-from longstraw.rollout.sources import SOURCES, golden, request_group
+from longstraw.rollout.group import Policy, Rollout, Source, check_drift, decide_here
+from longstraw.rollout.sources import golden, request_group, source_of
 from longstraw.step import (
     PreparedGroup,
     Retained,
@@ -45,7 +48,9 @@ from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
 from longstraw.training.schedule import Schedule
-from longstraw.training.step_record import Taken, mean_difference
+from longstraw.training.step_record import Taken, differences
+
+log = logging.getLogger(__name__)
 
 SUPERVISED = AlgorithmConfig(name="supervised", loss="cispo", old_logprobs="none")  # on policy: -log p of each token
 
@@ -86,6 +91,7 @@ class Trainer:
     task: Task
     watch: Monitor
     optimizer: Optimizer
+    source: Source  # of responses
     reference: Decoder | None  # of the KL term, where it is another model
     parallel: Parallel | None = None  # where there is more than one rank
     shared: SharedPrompt | None = None  # the prompt that is retained, where steps share it
@@ -161,7 +167,10 @@ class Trainer:
         if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
             self.shared = None
         ages = {"state_age": step - shared.evaluated, "rollout_age": step - shared.made}
-        return Taken.of(shared.rollout, shared.group, result, trained=trained, **ages)
+        taken = Taken.of(shared.rollout, shared.group, result, trained=trained, **ages)
+        if taken.sampler_age == 0 and taken.rollout_age == 0 and taken.sampler_drift is not None:
+            check_drift(taken.sampler_drift, self.config.server.max_drift)
+        return taken
 
     def _prompt(self, step: int, number: int) -> SharedPrompt:
         """Return a group of this step with its prompt, evaluated now or by an earlier step."""
@@ -188,7 +197,7 @@ class Trainer:
         reference = None if request.group is None else self._accept(request.group, options)
         retained = self._prefill(request.prompt, options)
         policy = Policy(self.model, retained, *([] if self.parallel is None else [self.parallel.mesh.decide]))
-        rollout = (golden if warmup else SOURCES[self.config.rollout])(policy, request, self.watch)
+        rollout = (golden if warmup else self.source)(policy, request, self.watch)
         if request.group is None:
             reference = self._accept(rollout.group, options)
         prepared = prepare_group(
@@ -269,6 +278,7 @@ class Trainer:
         """
         means = [one.sampler_drift for one in taken if one.sampler_drift is not None]
         drift: dict[str, float | None] = {"sampler_drift": statistics.fmean(means) if means else None}
+        drift["sampler_drift_max"] = max((x for one in taken if (x := one.sampler_drift_max) is not None), default=None)
         if not any(one.trained for one in taken):
             return drift
         if self.config.refresh_every == 1 or self.shared is None:
@@ -284,7 +294,7 @@ class Trainer:
     ) -> dict[str, float | None]:
         """Return how far log-probabilities and loss are from those on a freshly evaluated prompt."""
         fresh = self._score_fresh(self.model, shared.group, options)
-        drift: dict[str, float | None] = {"logprob_drift": mean_difference(shared.group, logprobs, fresh)}
+        drift: dict[str, float | None] = {"logprob_drift": float(differences(shared.group, logprobs, fresh).mean())}
         if shared.prepared.old_logprobs is None and not options.algorithm.kl_coef:
             return drift | {"loss_drift": None}
         stale_loss, fresh_loss = (self._loss(shared, lp, options.algorithm) for lp in (logprobs, fresh))
@@ -325,6 +335,14 @@ class Trainer:
         self.watch.meter.tag("optimizer", self.optimizer.state())
 
 
+def with_scores(config: RunConfig, task: Task) -> RunConfig:
+    """Return ``config`` with old log-probabilities scored where some of the task's stored groups have none."""
+    if not isinstance(task, RolloutsTask) or not task.unscored or config.algorithm.old_logprobs != "data":
+        return config
+    log.warning("%d groups are stored without log-probabilities: those of all are scored here", task.unscored)
+    return replace(config, algorithm=replace(config.algorithm, old_logprobs="score"))
+
+
 Spread = tuple[Decoder, Parallel | None]
 MakeModel = Callable[[RunConfig, Mesh | None], Spread]
 
@@ -336,12 +354,15 @@ def build_trainer(
     task: Task | None = None,
     mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
+    run_dir: Path = Path(),
 ) -> Trainer:
     """Return model, data and optimizer of a job, with their bytes known to the meter.
 
-    ``task``, ``mesh`` and what makes the model are the configured ones where none are given.
+    ``task``, ``mesh`` and what makes the model are the configured ones where none are given. Adapters for a server go
+    to ``run_dir``.
     """
     task, make_model = task or build_task(config), make_model or _model
+    config = with_scores(config, task)
     torch.manual_seed(config.seed)
     if mesh is None and config.hardware.world_size > 1:
         limit = timedelta(seconds=config.hardware.timeout_s)
@@ -356,7 +377,8 @@ def build_trainer(
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
-    return Trainer(config, model, task, watch, optimizer, reference, parallel)
+    source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
+    return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
 
 
 def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
@@ -372,17 +394,17 @@ def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
     return add_adapter(model, config.adapter, seed=config.seed), None
 
 
+def save_policy(model: Decoder, parallel: Parallel | None, adapter: AdapterConfig, folder: Path) -> None:
+    """Write the adapter in PEFT's format, or the model in transformers', to a new ``folder``; every rank takes part."""
+    whole = model if parallel is None else gather_model(parallel, adapter)
+    if whole is not None:  # rank 0 has it
+        (save_model if adapter.name == "none" else save_adapter)(whole, folder)
+
+
 def save_trained(trainer: Trainer, folder: Path) -> None:
     """Write what was trained into the run's folder: the adapter in PEFT's format, or the model in transformers'."""
-    model: Decoder | None = trainer.model
-    if trainer.parallel is not None:
-        model = gather_model(trainer.parallel, trainer.config.adapter)
-    if model is None:  # rank 0 has it
-        return
-    if trainer.config.adapter.name == "none":
-        save_model(model, folder / "model")
-    else:
-        save_adapter(model, folder / "adapter")
+    adapter = trainer.config.adapter
+    save_policy(trainer.model, trainer.parallel, adapter, folder / ("model" if adapter.name == "none" else "adapter"))
 
 
 def model_facts(trainer: Trainer) -> dict[str, Any]:

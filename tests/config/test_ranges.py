@@ -49,7 +49,7 @@ RUN = from_dict(
     }
 )
 PARTS = {where: to_dict(load_model_config(BASES[where[6:]])) for where in SCHEMAS if where.startswith("model:")}
-PARTS |= {"data:jsonl": {"path": "x"}, "hardware": {"name": "cpu"}}
+PARTS |= {"data:jsonl": {"path": "x"}, "data:rollouts": {"path": "x"}, "hardware": {"name": "cpu"}}
 PARTS |= {where: {"name": where[5:]} for where in SCHEMAS if where[5:] in ("lookup", "chain", "count", "multi")}
 
 

@@ -54,6 +54,8 @@ DOORWAYS = {  # the modules, or packages with all they hold, in which a dependen
     },
     "pandas": {"analysis"},
     "matplotlib": {"analysis"},
+    "httpx": {"longstraw.rollout.client"},
+    "pyarrow": {"longstraw.data.rollouts.tables"},
     "trl": set(),
 }
 WITHOUT_TORCH = {
