@@ -35,7 +35,8 @@ class Group:
     Lists, tuples and arrays become int64 tensors. ``old_logprobs`` are those of the policy that wrote the responses;
     ``loss_masks`` are True for tokens the policy wrote, False for others such as a tool's output. A response whose mask
     keeps no token adds nothing to the loss, and its reward still counts in the advantages of the others.
-    ``step`` is for a step of several groups; without it the group is the step's only one.
+    ``step`` is for a step of several groups; without it the group is the step's only one. ``advantages`` take the place
+    of those that follow from the rewards; with them one response is enough.
     Raises ``ValueError`` that names the response and the reason.
     """
 
@@ -46,17 +47,20 @@ class Group:
     loss_masks: list[Tensor] | None = None  # [R_i] each
     id: str = ""
     step: StepTotals | None = None
+    advantages: list[float] | None = None
 
     def __post_init__(self) -> None:
         self.prompt = _token_ids(self.prompt, "prompt")
         self.responses = [_token_ids(ids, f"response {i}") for i, ids in enumerate(self.responses)]
-        if len(self.responses) < 2:
+        if len(self.responses) < (2 if self.advantages is None else 1):
             raise ValueError(
                 f"a group of {len(self.responses)}: advantages compare the responses to one prompt, so a group has two "
                 "or more; draw more responses to this prompt"
             )
         self.rewards = [_reward(reward, i) for i, reward in enumerate(self.rewards)]
         same_count("rewards", self.rewards, self.responses)
+        if self.advantages is not None:
+            same_count("advantages", self.advantages, self.responses)
         if self.old_logprobs is not None:
             same_count("old_logprobs", self.old_logprobs, self.responses)
             self.old_logprobs = [_tensor(x, f"old_logprobs of response {i}") for i, x in enumerate(self.old_logprobs)]

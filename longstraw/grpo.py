@@ -35,14 +35,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from longstraw.config import ALGORITHM_CHOICES, AlgorithmConfig, choose
-from longstraw.group import Group, kept_tokens, same_count
+from longstraw.group import Group, StepTotals, kept_tokens, same_count
 from longstraw.ops.host_sync import read_scalar
 
 ADVANTAGE_EPS = 1e-6
@@ -82,11 +82,43 @@ def advantages(
     mean = math.fsum(rewards) / len(rewards)
     factor = len(rewards) / (len(rewards) - 1) if baseline == "others" else 1.0
     distances = [(reward - mean) * factor for reward in rewards]
-    if scale == "none":
-        return distances
-    center = math.fsum(measured) / len(measured)
-    std = math.sqrt(math.fsum((reward - center) ** 2 for reward in measured) / (len(measured) - 1))
-    return [d / (std + ADVANTAGE_EPS) for d in distances]
+    return distances if scale == "none" else [d / (_std(measured) + ADVANTAGE_EPS) for d in distances]
+
+
+def _std(rewards: Sequence[float]) -> float:
+    center = math.fsum(rewards) / len(rewards)
+    return math.sqrt(math.fsum((reward - center) ** 2 for reward in rewards) / (len(rewards) - 1))
+
+
+def accumulated(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return how a step's groups are differentiated one after the other, before totals over all of them are known.
+
+    The mean of their losses, times ``step_factor``, is the step's loss: what depends on the totals is one factor of it.
+    Not so for ``scale_rewards=batch`` with a KL term, which the standard deviation does not divide.
+    """
+    return replace(
+        algorithm,
+        normalize="constant" if algorithm.normalize == "step" else algorithm.normalize,
+        scale_rewards="none" if algorithm.scale_rewards == "batch" else algorithm.scale_rewards,
+    )
+
+
+def step_factor(algorithm: AlgorithmConfig, totals: StepTotals, response_length: int) -> float:
+    """Return the factor of ``accumulated``; the losses of the groups were taken with the same ``response_length``."""
+    factor = 1.0
+    if algorithm.normalize == "step":
+        factor *= len(totals.rewards) * response_length / max(totals.tokens, 1)
+    if algorithm.scale_rewards == "batch":
+        factor /= _std(totals.rewards) + ADVANTAGE_EPS
+    return factor
+
+
+def group_advantages(group: Group, algorithm: AlgorithmConfig) -> list[float]:
+    """Return the advantage of each response of a group: the given one, or by ``algorithm`` from the rewards."""
+    if group.advantages is not None:
+        return group.advantages
+    batch = None if group.step is None else group.step.rewards
+    return advantages(group.rewards, algorithm.scale_rewards, baseline=algorithm.baseline, batch=batch)
 
 
 def denominators(group: Group, algorithm: AlgorithmConfig, response_length: int) -> list[float]:
@@ -253,9 +285,8 @@ def branch_losses(
         raise ValueError(
             f"correction={algorithm.correction}: group {group.id!r} has no log-probabilities of its sampler"
         )
-    batch = None if group.step is None else group.step.rewards
     parts = zip(
-        advantages(group.rewards, algorithm.scale_rewards, baseline=algorithm.baseline, batch=batch),
+        group_advantages(group, algorithm),
         denominators(group, algorithm, response_length),
         each(old_logprobs),
         each(reference_logprobs),

@@ -38,12 +38,15 @@ KEYS = """\
   prompt_grad=exact         detached (the paper's) or exact (through the prompt too)
   prompt_grad_window=64Ki   with exact: only through the last so many prompt positions
   refresh_every=1           optimizer steps that share one retained prompt
+  groups_per_step=1         prompts of one optimizer step, each with its group; memory does not grow with them
+  updates_per_rollout=1     optimizer steps on the same responses; default: refresh_every
   steps=1 seed=0            optimizer steps, seed
   model.checkpoint=FOLDER   the weights, in transformers' format or FILE.gguf; default: random ones drawn from the seed
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
+  warmup_steps=0            with rollout=sample: first supervised steps on golden answers
   claim=NAME                a name under which the analysis groups records
   mode=auto                 run, simulate (no hardware), emulate (one rank of many on one GPU), or auto: run
                             where the hardware is, else simulate

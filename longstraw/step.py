@@ -340,7 +340,7 @@ def finish_step(
 
 def skip_step(prepared: PreparedGroup) -> StepResult:
     """Return what a step over a group of equal rewards computes, without a pass: its advantages and gradient are 0."""
-    zero = torch.zeros(())
+    zero = torch.zeros((), device=prepared.retained.prompt.device)
     return StepResult(
         loss=zero,
         logprobs=[torch.zeros(len(response)) for response in prepared.group.responses],

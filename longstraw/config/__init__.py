@@ -1,6 +1,6 @@
 """The configuration of a job as typed objects, made from YAML files and the command line."""
 
-from longstraw.config.algorithm import ALGORITHM_CHOICES, AlgorithmConfig
+from longstraw.config.algorithm import ALGORITHM_CHOICES, AlgorithmConfig, check_step_groups
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import DTYPES, ModelConfig, native_length_warning
 from longstraw.config.checks import ConfigError, at_least, choose
@@ -63,6 +63,7 @@ __all__ = [
     "TrackingConfig",
     "at_least",
     "available",
+    "check_step_groups",
     "choose",
     "conf_dir",
     "from_composed",

@@ -54,3 +54,13 @@ class AlgorithmConfig:
                 f"algorithm.correction={self.correction} compares the log-probabilities of the data with the policy's "
                 "own; use algorithm.old_logprobs=score, or none"
             )
+
+
+def check_step_groups(algorithm: AlgorithmConfig) -> None:
+    """Raise ``ConfigError`` for an algorithm that steps of several groups cannot have."""
+    if algorithm.scale_rewards == "batch" and algorithm.kl_coef:
+        raise ConfigError(
+            "algorithm.scale_rewards=batch with kl_coef: the gradients of a step's groups are added up before the "
+            "standard deviation of all its rewards is known, which would divide the KL term too; use "
+            "scale_rewards=group or kl_coef=0"
+        )

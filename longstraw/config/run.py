@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from longstraw.config.algorithm import AlgorithmConfig
+from longstraw.config.algorithm import AlgorithmConfig, check_step_groups
 from longstraw.config.architectures import ARCHITECTURES
 from longstraw.config.architectures.base import ModelConfig
 from longstraw.config.checks import POSITIONS, ConfigError, check_ranges, choose, number
@@ -135,7 +135,13 @@ class RunConfig:
     )  # prompt positions evaluated at a time, over all ranks
     prompt_grad: str = "detached"
     prompt_grad_window: Any = number(None, 0, POSITIONS)  # prompt positions the gradient goes back through; None: all
+    groups_per_step: int = number(1, 1, 2**20)  # prompts of one optimizer step, each with its group
     refresh_every: int = number(1, 1, STEPS)  # optimizer steps that share one retained prompt
+    refresh_above: float | None = number(
+        None, 0, 1e6
+    )  # and fewer, once log-probabilities are so far from the sampler's
+    updates_per_rollout: int | None = number(None, 1, STEPS)  # optimizer steps on one group; null: refresh_every
+    warmup_steps: int = number(0, 0, STEPS)  # of all steps, the first, which are supervised ones on golden answers
     rollout: str = "given"  # given: responses are the data's | sample: drawn from the retained prompt
     temperature: float = number(1.0, 0, 100, above=True)  # at which they are drawn, and log-probabilities taken
     top_p: float = number(1.0, 0, 1, above=True)  # drawn from the most likely tokens that together reach this
@@ -143,6 +149,9 @@ class RunConfig:
     min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
     stop: list[int] | None = number(None, 0, 2**31 - 1)  # token ids that end a response; null: the checkpoint's own
     resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
+    overlong_buffer: int | None = number(
+        None, 1, POSITIONS
+    )  # last tokens in which a reward falls by up to 1; null: none
     mask_truncated: bool = False  # leave responses that no stop token ended out of the loss
     reward: str | None = None  # data=jsonl: package.module:function that rewards drawn responses, as in TRL or verl
     reward_timeout: float | None = number(600.0, 0, 2**24, above=True)  # seconds one call of it may take; null: any
@@ -190,6 +199,7 @@ class RunConfig:
                 "the prompt and one response"
             )
         self._check_rollout()
+        self._check_schedule()
         if self.prompt_grad == "exact" and self.refresh_every > 1:
             raise ConfigError(
                 f"prompt_grad=exact with refresh_every={self.refresh_every}: the retained prompt is stale after the "
@@ -200,10 +210,11 @@ class RunConfig:
         choose("rollout", self.rollout, ("given", "sample"))
         drawn_from_some = self.top_p < 1 or self.top_k is not None or self.min_p > 0
         if self.rollout == "given":
-            if drawn_from_some or self.stop or self.resample or self.mask_truncated:
-                raise ConfigError("top_p, top_k, min_p, stop, resample and mask_truncated need rollout=sample")
-            if self.reward is not None:
-                raise ConfigError(f"reward={self.reward} is for drawn responses; leave it out, or use rollout=sample")
+            keys = ("top_k", "stop", "resample", "mask_truncated", "overlong_buffer", "warmup_steps", "refresh_above")
+            if unused := [key for key in (*keys, "reward") if getattr(self, key) not in (None, [], 0, False)]:
+                raise ConfigError(f"{', '.join(unused)} would not be used with rollout=given; use rollout=sample")
+            if drawn_from_some:
+                raise ConfigError("top_p and min_p would not be used with rollout=given; use rollout=sample")
             return
         if (self.data.name == "jsonl") != (self.reward is not None):
             raise ConfigError(
@@ -219,10 +230,48 @@ class RunConfig:
                 "top_p, top_k and min_p draw from a part of the distribution, so ratios to its log-probabilities are "
                 "wrong; use algorithm.old_logprobs=none, or leave them out"
             )
-        if self.mask_truncated and not self.stop:
-            raise ConfigError("mask_truncated=true needs stop=[...]: without a stop token every response is truncated")
+        if self.algorithm.old_logprobs == "none" and self.updates > 1:
+            raise ConfigError(
+                f"algorithm.old_logprobs=none with {self.updates} updates on the same responses: all but the first "
+                "need ratios; use old_logprobs=data or score, or updates_per_rollout=1 and refresh_every=1"
+            )
+        if not self.stop and (self.mask_truncated or self.overlong_buffer is not None):
+            key = "mask_truncated" if self.mask_truncated else "overlong_buffer"
+            raise ConfigError(f"{key} needs stop=[...]: without a stop token every response is truncated")
+        if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
+            raise ConfigError(
+                f"overlong_buffer={self.overlong_buffer} must be at most response_length={self.response_length}"
+            )
         if self.stop and max(self.stop) >= self.model.vocab_size:
             raise ConfigError(f"stop={self.stop}: token ids are below the vocabulary size {self.model.vocab_size}")
+
+    def _check_schedule(self) -> None:
+        every, updates = self.refresh_every, self.updates
+        if updates % every:
+            raise ConfigError(
+                f"updates_per_rollout={updates} is no multiple of refresh_every={every}: responses are made on a "
+                "prompt that was just evaluated"
+            )
+        if self.groups_per_step > 1 and every > 1:
+            raise ConfigError(
+                f"groups_per_step={self.groups_per_step} with refresh_every={every} would retain all their prompts at "
+                "once; use refresh_every=1 (updates_per_rollout=N takes N steps on the same responses)"
+            )
+        if self.refresh_above is not None and every == 1:
+            raise ConfigError(
+                "refresh_above with refresh_every=1 would not be used: the prompt is always evaluated anew"
+            )
+        if self.warmup_steps > self.steps:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} of steps={self.steps}: they are the first of all steps"
+            )
+        if self.groups_per_step > 1:
+            check_step_groups(self.algorithm)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on the same responses."""
+        return self.refresh_every if self.updates_per_rollout is None else self.updates_per_rollout
 
     def _end_tokens(self) -> list[int]:
         """Return the end tokens of the checkpoint, or of the tokenizer that is given for random weights."""

@@ -18,14 +18,15 @@ from torch import Tensor
 from longstraw.config import RunConfig
 from longstraw.data.task import Example, PromptTask, Task
 from longstraw.group import Group
-from longstraw.grpo import mask_truncated
+from longstraw.grpo import mask_truncated, overlong_penalty
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Observer
 from longstraw.rollout.sampling import Samples
 from longstraw.step import Retained
 
 
-def _here(find: Callable[[], Any]) -> Any:
+def decide_here(find: Callable[[], Any]) -> Any:
+    """Decide where there is one rank."""
     return find()
 
 
@@ -35,7 +36,7 @@ class Policy:
 
     model: Decoder
     retained: Retained
-    decide: Callable[[Callable[[], Any]], Any] = _here  # one rank of the prompt finds it out, all get the result
+    decide: Callable[[Callable[[], Any]], Any] = decide_here  # one rank of the prompt finds it out, all get the result
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
         samples = draw(response_seeds(config.seed, request.number, attempt, config.group_size))
         positions += sum(map(len, samples.responses))
         rewards: list[float] = policy.decide(partial(rewards_of, request, samples))
+        if config.overlong_buffer is not None:
+            pairs = zip(rewards, map(len, samples.responses), strict=True)
+            rewards = [r + overlong_penalty(n, config.response_length, config.overlong_buffer) for r, n in pairs]
         if min(rewards) != max(rewards):
             break
     assert request.example is not None

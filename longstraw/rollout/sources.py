@@ -6,6 +6,7 @@ import torch
 
 from longstraw.config import RunConfig
 from longstraw.data.task import DataError, PromptTask, Task
+from longstraw.group import Group
 from longstraw.observer import Observer
 from longstraw.rollout.group import Policy, Request, Rollout, Source, draw_group
 from longstraw.rollout.sampling import Sampling, draw
@@ -40,6 +41,20 @@ def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
     return draw_group(
         policy, request, lambda seeds: draw(policy.model, policy.retained, seeds, sampling, observer=observer)
     )
+
+
+def golden(policy: Policy, request: Request, observer: Observer) -> Rollout:
+    """Return the task's right answer, for a supervised step: a group of one, whose advantage is 1.
+
+    Where there is a stop token the answer ends with it, if there is room.
+    """
+    assert isinstance(request.task, PromptTask)
+    assert request.example is not None
+    answer = torch.from_numpy(request.task.golden(request.example))
+    if request.config.stop and len(answer) < request.config.response_length:
+        answer = torch.cat([answer, answer.new_tensor(request.config.stop[:1])])
+    group = Group(request.prompt, [answer], [1.0], id=request.example.id, advantages=[1.0])
+    return Rollout(group.to(policy.retained.prompt.device))
 
 
 SOURCES: dict[str, Source] = {"given": give, "sample": sample}

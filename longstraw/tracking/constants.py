@@ -43,6 +43,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "prompt_grad_window": config.prompt_grad_window,
         "refresh_every": config.refresh_every,
         "rollout": config.rollout,
+        "updates_per_rollout": config.updates,
         "temperature": config.temperature,
         "steps": config.steps,
         "predicted_peak_bytes": largest and largest.peak,

@@ -93,9 +93,13 @@ KEYS = _keys("""
     sampled_positions              int    tokens drawn, those of groups that were drawn again included
     recomputed_positions           int    prompt positions evaluated again by the prompt backward
     recompute_difference           float  largest difference of a state evaluated again from the one retained
-    rollout                        str    given or sample: where responses come from
+    rollout                        str    where responses come from: given, sample, or golden in a warm-up step
+    rollout_age                    int    optimizer steps since the responses were made
+    updates_per_rollout            int    optimizer steps on the same responses
+    groups                         int    of the step, over all ranks
+    equal_groups                   int    of these, with equal rewards; drawn ones of these are not trained on
     temperature                    float  the policy is softmax(logits / temperature)
-    resampled                      int    draws before this group's, dropped for their equal rewards
+    resampled                      int    draws of groups that were dropped for their equal rewards
     truncated_fraction             float  drawn responses that no stop token ended; null: there is none
     response_length_mean           float  tokens
     tokens_per_second              float  drawn, over the seconds of the verb sample
@@ -116,7 +120,7 @@ KEYS = _keys("""
     parameter_bytes                int    parameters on one rank
     gradient_bytes                 int    their gradients
     optimizer_bytes                int    the optimizer's state
-    retained_bytes                 int    what is kept of the prompt for the branches
+    retained_bytes                 int    what is kept of a prompt for the branches
     retained_bytes_by_kind         dict   the same by kind of state
     state_gradient_bytes           int    gradient buffers of the retained state, in host memory too
     snapshot_bytes                 int    states at chunk borders, kept for the prompt backward
@@ -126,14 +130,15 @@ KEYS = _keys("""
     seconds_by_verb                dict   prefill, sample, score, replay, prompt_backward, optimizer
     flops                          float  arithmetic of the step by formula, over all ranks
     model_flops_utilization        float  flops over seconds and the device's peak
-    loss                           float  of the policy, over the group
-    reward_mean                    float  over the group
-    reward_std                     float  over the group, unbiased
+    loss                           float  of the policy, over the groups; in a warm-up step minus the log-probability
+    reward_mean                    float  over the groups, a penalty for length included
+    reward_std                     float  within a group, unbiased; mean over the groups
     advantage_abs_mean             float  mean absolute advantage
     kl                             float  estimate against the reference policy
     clip_fraction                  float  tokens whose ratio was clipped
     entropy                        float  mean over tokens, nats
     grad_norm                      float  before clipping
+    sampler_drift                  float  mean absolute difference from the log-probabilities at which tokens were drawn
     logprob_drift                  float  mean absolute difference from a freshly evaluated prompt
     loss_drift                     float  relative difference of the loss from the same; null on policy
     commit                         str    of the checkout; null where there is none

@@ -1,7 +1,7 @@
 """Decide when a job's checkpoints are written and from which one an attempt resumes, for the loop and the record.
 
-With ``refresh_every`` above 1 checkpoints are written at refreshes only, because the prompt is evaluated anew on resume
-and would not be the one that the steps since the refresh used. Those steps are repeated.
+Where several steps share responses or a retained prompt, checkpoints are written only before the first of them: neither
+is in a checkpoint, and both are made anew on resume, by what the model is then. Steps since are repeated.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class CheckpointPolicy:
             owner=Owner(to_dict(trainer.config), attempt, trainer.config.checkpoint.keep_last),
             superseded=lambda: recorder.superseded,
         )
+        self._schedule = trainer.schedule
         self._recorded = last_step(folder, attempt)
         self._first: int | None = None
         self._saved_at = time.monotonic()
@@ -67,7 +68,7 @@ class CheckpointPolicy:
     def on_preemption(self, step: int, asked: Preempted) -> dict[str, Any]:
         """Write a checkpoint because the job was asked to end during ``step``, which is dropped; return the record."""
         newest = self.checkpoints.newest
-        if step % self.config.refresh_every == 0 and newest != step:
+        if self._schedule.makes_responses(step) and newest != step:
             set_random_states(self._random)  # the interrupted step may have drawn from them
             self._save(step)
         newest = self.checkpoints.newest
@@ -78,7 +79,7 @@ class CheckpointPolicy:
         return {"step": step, "status": "preempted", "error": asked.reason, "resumed_step": self._first}
 
     def _due(self, step: int) -> bool:
-        if step % self.config.refresh_every:
+        if not self._schedule.makes_responses(step):
             return False
         every = self.config.checkpoint.every
         if every is not None:

@@ -42,21 +42,24 @@ class Optimizer:
             for updated in self.updated:
                 self.optimizer.state[updated] = _host_state(updated)
 
-    def update(self, loss: Tensor) -> float:
-        """Clip the gradients, update the parameters and drop the gradients; return their norm before clipping.
+    def update(self, loss: Tensor, scale: float = 1.0) -> float:
+        """Scale and clip the gradients, update the parameters and drop the gradients; return the norm before clipping.
 
         If the loss or the norm is not finite the parameters stay as they were.
         """
         if self.parallel is not None:
             self.parallel.finish_gradients(self._gradient)
+        if scale != 1:
+            for gradient in self.gradients():
+                gradient.mul_(scale)
         share = self.parallel.share if self.parallel is not None else lambda _: 1.0
         there = [(parameter, self._gradient(parameter)) for parameter in self.parameters]
         norm = total_norm(((g, share(p)) for p, g in there if g is not None), self.parameters[0].device)
         if self._all(norm.isfinite() & loss.isfinite()) and self.optimizer is not None:
             if self.config.max_grad_norm is not None:
-                scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+                clip = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
                 for gradient in self.gradients():
-                    gradient.mul_(scale)
+                    gradient.mul_(clip)
             del there
             self._step()
         for parameter in self.parameters:

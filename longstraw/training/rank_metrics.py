@@ -8,7 +8,17 @@ from typing import Any
 
 from longstraw.parallel.parallelize import Parallel
 
-SUMMED = ("prefilled_positions", "replayed_positions", "scored_positions", "recomputed_positions", "flops")
+SUMMED = (
+    "prefilled_positions",
+    "replayed_positions",
+    "scored_positions",
+    "recomputed_positions",
+    "sampled_positions",
+    "groups",
+    "equal_groups",
+    "resampled",
+    "flops",
+)
 LARGEST = ("prompt_positions", "response_positions", "recompute_difference", "peak_reserved_bytes", "host_bytes")
 MEANS = (
     "loss",
@@ -18,6 +28,9 @@ MEANS = (
     "entropy",
     "kl",
     "clip_fraction",
+    "truncated_fraction",
+    "response_length_mean",
+    "sampler_drift",
     "logprob_drift",
     "loss_drift",
 )

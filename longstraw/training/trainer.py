@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw.config import RunConfig
+from longstraw.config import AlgorithmConfig, RunConfig, check_step_groups
 from longstraw.data import Task, build_task
-from longstraw.group import Group
-from longstraw.grpo import advantages, branch_losses
-from longstraw.memory.estimate import known
+from longstraw.group import Group, StepTotals
+from longstraw.grpo import accumulated, branch_losses, step_factor
 from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
 from longstraw.models.hf_save import save_model
 from longstraw.models.lora import adapters_off, add_adapter, save_adapter
-from longstraw.ops.host_sync import read_scalar
 from longstraw.parallel.materialize import build_sharded, gather_model
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
-from longstraw.rollout.group import Policy, Rollout
-from longstraw.rollout.sources import SOURCES, request_group
+from longstraw.rollout.group import Policy, Rollout, decide_here
+from longstraw.rollout.sources import SOURCES, golden, request_group
 from longstraw.step import (
     PreparedGroup,
+    Retained,
     StepOptions,
-    StepResult,
     check_group,
     finish_step,
     prefill,
@@ -42,32 +40,41 @@ from longstraw.step import (
     score_fresh,
     skip_step,
 )
-from longstraw.training.flops import step_flops
+from longstraw.training import step_record
 from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
+from longstraw.training.schedule import Schedule
+from longstraw.training.step_record import Taken, mean_difference
 
-
-def prompt_number(step: int, every: int, dp: int, dp_rank: int) -> int:
-    """Return which of the run's prompts a step takes: ``every`` steps share one, prompts side by side take one each."""
-    return step // every * dp + dp_rank
+SUPERVISED = AlgorithmConfig(name="supervised", loss="cispo", old_logprobs="none")  # on policy: -log p of each token
 
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """A group with its retained prompt, which several optimizer steps may share; ``age`` counts those before."""
+    """A group with its retained prompt, which several steps may share."""
 
     prepared: PreparedGroup
     rollout: Rollout
-    age: int = 0
+    made: int  # the step that made the responses
+    evaluated: int  # the step that evaluated the prompt
 
     @property
     def group(self) -> Group:
         return self.prepared.group
 
-    def older(self) -> SharedPrompt:
-        """Return what the next step has of it: nothing is evaluated for it again."""
-        return SharedPrompt(replace(self.prepared, prefilled=0, scored=0), self.rollout, self.age + 1)
+
+@dataclass(frozen=True)
+class Drawn:
+    """Responses and what their loss needs, on the host, for the steps that train on them.
+
+    Log-probabilities are [R] a response.
+    """
+
+    rollout: Rollout
+    old_logprobs: list[Tensor] | None
+    reference_logprobs: list[Tensor] | None
+    made: int
 
 
 @dataclass
@@ -81,72 +88,108 @@ class Trainer:
     optimizer: Optimizer
     reference: Decoder | None  # of the KL term, where it is another model
     parallel: Parallel | None = None  # where there is more than one rank
-    shared: SharedPrompt | None = None
+    shared: SharedPrompt | None = None  # the prompt that is retained, where steps share it
+    drawn: dict[int, Drawn] = field(default_factory=dict)  # by prompt, where steps share responses
 
     @property
-    def options(self) -> StepOptions:
-        """How every step is taken."""
+    def schedule(self) -> Schedule:
+        """Which prompts a step takes, and what it shares with others."""
+        return Schedule.of(self.config)
+
+    def options(self, step: int) -> StepOptions:
+        """Return how a step is taken."""
         config = self.config
+        algorithm = SUPERVISED if self.schedule.warms_up(step) else config.algorithm
         return StepOptions(
             config.chunk,
             config.prompt_grad,
             config.prompt_grad_window,
-            config.algorithm,
+            algorithm if self._alone else accumulated(algorithm),
             config.response_length,
             config.state,
             config.temperature,
         )
+
+    @property
+    def _alone(self) -> bool:
+        """Whether a step has one group, over all ranks."""
+        return self.config.groups_per_step == 1 and (self.parallel is None or self.parallel.mesh.sizes.dp == 1)
 
     def step(self, step: int) -> dict[str, Any]:
         """Take one optimizer step and return its record."""
         self.watch.start()
         begun = time.perf_counter()
         optimizer_held = bool(self.optimizer.state())  # made by the first step's update
-        shared = self._prompt(step)
-        teaches = self._teaches(shared)
-        if teaches:
-            result = finish_step(self.model, shared.prepared, self.options, observer=self.watch)
-        else:
-            result = skip_step(shared.prepared)
-        if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
-            self.shared = None
+        if self.schedule.makes_responses(step):
+            self.drawn.clear()
+        beside = (1, 0) if self.parallel is None else (self.parallel.mesh.sizes.dp, self.parallel.mesh.dp_rank)
+        taken = [self._take(step, number) for number in self.schedule.prompts(step, *beside)]
+        totals = self._totals(taken)
+        factor = self._factor(step, totals)
+        loss = sum((one.result.loss for one in taken[1:]), taken[0].result.loss)
+        loss = loss if factor == 1 else loss * factor
         seconds = time.perf_counter() - begun
-        with self.watch.aside():
-            drift = self._drift(shared, result) if teaches else {}
+        drift = self._drift(step, taken)
         begun = time.perf_counter()
-        norm = self._update(result.loss) if teaches else 0.0
+        norm = self._update(loss, factor) if any(one.trained for one in taken) else 0.0
         seconds += time.perf_counter() - begun
         self.watch.peaks.collect()
-        row = {**self._measured(shared, result, optimizer_held), **self.loss_metrics(shared, result), **drift}
+        row = {
+            **step_record.measured(taken, self.watch, self.model, self.config),
+            **step_record.predicted(taken, self.config, optimizer_held=optimizer_held),
+            **step_record.drawn(taken, self.watch.seconds.get("sample")),
+            **step_record.loss_metrics(taken, loss, self.config.algorithm, totals),
+            **drift,
+        }
         row = reduce_rank_metrics(row, self.parallel)
         row |= {"step": step, "status": "ok", "seconds": seconds, "grad_norm": norm}
+        if self.schedule.warms_up(step):
+            row["rollout"] = "golden"
         if not math.isfinite(norm) or not math.isfinite(row["loss"]):
             row |= {"status": "error", "error": f"loss {row['loss']}, gradient norm {norm}: no step was taken"}
         return row
 
-    def _prompt(self, step: int) -> SharedPrompt:
-        """Return this step's group with its prompt, evaluated now or by an earlier step."""
-        if self.shared is not None and step % self.config.refresh_every:
-            self.shared = self.shared.older()
+    def _take(self, step: int, number: int) -> Taken:
+        """Add the gradient of one group's loss; its prompt is gone afterwards unless the next step shares it."""
+        shared = self._prompt(step, number)
+        trained = self._teaches(shared)
+        if trained:
+            result = finish_step(self.model, shared.prepared, self.options(step), observer=self.watch)
+        else:
+            result = skip_step(shared.prepared)
+        if shared.prepared.retained.grad_from is not None or self.config.refresh_every == 1:
+            self.shared = None
+        ages = {"state_age": step - shared.evaluated, "rollout_age": step - shared.made}
+        return Taken.of(shared.rollout, shared.group, result, trained=trained, **ages)
+
+    def _prompt(self, step: int, number: int) -> SharedPrompt:
+        """Return a group of this step with its prompt, evaluated now or by an earlier step."""
+        if self.shared is not None and not self.schedule.evaluates_prompt(step):
+            prepared = replace(self.shared.prepared, prefilled=0, scored=0)
+            self.shared = replace(self.shared, prepared=prepared)
             return self.shared
         self.shared = None  # the old prompt's state is gone before the new one's is made
-        options, device = self.options, self.model.lm_head.weight.device
-        request = request_group(self.task, self.config, step, self._number(step), device)
+        earlier = self.drawn.get(number)
+        self.shared = self._make_group(step, number) if earlier is None else self._evaluate_again(step, earlier)
+        if self.config.updates > self.config.refresh_every or self.config.refresh_above is not None:
+            prepared, rollout = self.shared.prepared, self.shared.rollout
+            kept = replace(rollout, group=prepared.group.to("cpu"))
+            made = self.shared.made
+            self.drawn[number] = Drawn(kept, prepared.old_logprobs, prepared.reference_logprobs, made)
+        return self.shared
+
+    def _make_group(self, step: int, number: int) -> SharedPrompt:
+        """Evaluate a prompt, make its responses and what their loss needs."""
+        warmup, options = self.schedule.warms_up(step), self.options(step)
+        request = request_group(self.task, self.config, step, number, self.model.lm_head.weight.device)
         self.watch.meter.tag("inputs", request.prompt)
         # the reference evaluates its own prompt, if it can before the policy's is held
-        reference = None if request.group is None else self._accept(request.group)
-        retained = prefill(
-            self.model,
-            request.prompt,
-            chunk=options.chunk,
-            grad_from=options.grad_from(request.prompt),
-            state=options.state,
-            observer=self.watch,
-        )
+        reference = None if request.group is None else self._accept(request.group, options)
+        retained = self._prefill(request.prompt, options)
         policy = Policy(self.model, retained, *([] if self.parallel is None else [self.parallel.mesh.decide]))
-        rollout = SOURCES[self.config.rollout](policy, request, self.watch)
+        rollout = (golden if warmup else SOURCES[self.config.rollout])(policy, request, self.watch)
         if request.group is None:
-            reference = self._accept(rollout.group)
+            reference = self._accept(rollout.group, options)
         prepared = prepare_group(
             self.model,
             rollout.group,
@@ -155,75 +198,108 @@ class Trainer:
             retained=retained,
             observer=self.watch,
         )
-        self.shared = SharedPrompt(prepared, rollout)
-        return self.shared
+        return SharedPrompt(prepared, rollout, step, step)
 
-    def _accept(self, group: Group) -> list[Tensor] | None:
+    def _evaluate_again(self, step: int, drawn: Drawn) -> SharedPrompt:
+        """Evaluate the prompt of responses that an earlier step made."""
+        options, group = self.options(step), drawn.rollout.group.to(self.model.lm_head.weight.device)
+        self.watch.meter.tag("inputs", group.prompt)
+        retained = self._prefill(group.prompt, options)
+        prepared = PreparedGroup(group, retained, drawn.old_logprobs, drawn.reference_logprobs, retained.positions)
+        return SharedPrompt(prepared, drawn.rollout, drawn.made, step)
+
+    def _prefill(self, prompt: Tensor, options: StepOptions) -> Retained:
+        chunk, start, state = options.chunk, options.grad_from(prompt), options.state
+        return prefill(self.model, prompt, chunk=chunk, grad_from=start, state=state, observer=self.watch)
+
+    def _accept(self, group: Group, options: StepOptions) -> list[Tensor] | None:
         """Check a group; return its log-probabilities under the reference, None where the loss has no KL term."""
-        check_group(group, self.model, self.config.algorithm, has_reference=True)
+        check_group(group, self.model, options.algorithm, has_reference=True)
         self.watch.meter.tag("inputs", group.responses, host=True)
-        if not self.config.algorithm.kl_coef:
+        if not options.algorithm.kl_coef:
             return None
         with nullcontext() if self.reference is not None else adapters_off(self.model):
-            return self._score_fresh(self.reference or self.model, group)
+            return self._score_fresh(self.reference or self.model, group, options)
 
-    def _score_fresh(self, model: Decoder, group: Group) -> list[Tensor]:
+    def _score_fresh(self, model: Decoder, group: Group, options: StepOptions) -> list[Tensor]:
         """Return the log-probabilities of a group's responses on a prompt that is evaluated for them alone."""
-        options = self.options
-        return score_fresh(
-            model,
-            group,
-            chunk=options.chunk,
-            state=options.state,
-            temperature=options.temperature,
-            observer=self.watch,
-        )
-
-    def _number(self, step: int) -> int:
-        """Return which of the run's prompts this rank takes."""
-        if self.parallel is None:
-            return prompt_number(step, self.config.refresh_every, 1, 0)
-        mesh = self.parallel.mesh
-        return prompt_number(step, self.config.refresh_every, mesh.sizes.dp, mesh.dp_rank)
+        chunk, state, temperature = options.chunk, options.state, options.temperature
+        return score_fresh(model, group, chunk=chunk, state=state, temperature=temperature, observer=self.watch)
 
     def _teaches(self, shared: SharedPrompt) -> bool:
         """Return whether the loss can have a gradient: not so for drawn groups of equal rewards without a KL term.
 
         All ranks take part in every pass, so one such group is replayed where a prompt beside it teaches.
         """
-        equal = min(shared.group.rewards) == max(shared.group.rewards)
+        group = shared.group
+        equal = group.advantages is None and min(group.rewards) == max(group.rewards)
         own = self.config.rollout == "given" or not equal or shared.prepared.reference_logprobs is not None
         return bool(self.model.agree(int(own)))
 
-    def _scorings(self) -> int:
-        """Return how often the responses are evaluated without a graph on a fresh prompt."""
-        return bool(self.config.algorithm.kl_coef) + (self.config.algorithm.old_logprobs == "score")
+    def _totals(self, taken: list[Taken]) -> StepTotals:
+        """Return the totals over all groups of the step, those of other ranks included."""
+        rewards = tuple(reward for one in taken for reward in one.rewards)
+        own = StepTotals(len(taken), sum(one.tokens for one in taken), rewards)
+        if self.parallel is None:
+            return own
+        every = self.parallel.mesh.gather(own)[:: self.parallel.mesh.sizes.cp]
+        rewards = tuple(reward for totals in every for reward in totals.rewards)
+        return StepTotals(sum(x.groups for x in every), sum(x.tokens for x in every), rewards)
 
-    def _drift(self, shared: SharedPrompt, result: StepResult) -> dict[str, float | None]:
-        """Return how far log-probabilities and loss are from those on a freshly evaluated prompt.
+    def _factor(self, step: int, totals: StepTotals) -> float:
+        """Return what the sum of this rank's losses is multiplied by; losses are averaged over ranks afterwards."""
+        if self._alone:
+            return 1.0
+        algorithm = SUPERVISED if self.schedule.warms_up(step) else self.config.algorithm
+        return step_factor(algorithm, totals, self.config.response_length) / self.config.groups_per_step
+
+    def _drift(self, step: int, taken: list[Taken]) -> dict[str, float | None]:
+        """Return how far log-probabilities are from the sampler's and, with the loss, from a freshly evaluated prompt.
 
         A state of age 0 is the freshly evaluated one, so its drift is 0; it is measured all the same where the state
         will be reused. A loss on policy has none to tell: its ratios are 1 whatever the log-probabilities are.
         """
-        if self.config.refresh_every == 1:
-            return {"logprob_drift": 0.0, "loss_drift": 0.0}
-        if not self.config.measure_drift:
-            return {}
-        fresh = self._score_fresh(self.model, shared.group)
-        masks = shared.group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in fresh]
-        differences = [(a - b).abs()[m.cpu()] for a, b, m in zip(result.logprobs, fresh, masks, strict=True)]
-        drift: dict[str, float | None] = {"logprob_drift": float(torch.cat(differences).mean()), "loss_drift": None}
-        if shared.prepared.old_logprobs is None and not self.config.algorithm.kl_coef:
+        means = [one.sampler_drift for one in taken if one.sampler_drift is not None]
+        drift: dict[str, float | None] = {"sampler_drift": statistics.fmean(means) if means else None}
+        if not any(one.trained for one in taken):
             return drift
-        stale_loss, fresh_loss = (self._loss(shared, logprobs) for logprobs in (result.logprobs, fresh))
-        change = abs(stale_loss - fresh_loss)
-        return {**drift, "loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None}
+        if self.config.refresh_every == 1 or self.shared is None:
+            return drift | {"logprob_drift": 0.0, "loss_drift": 0.0}
+        if self.config.measure_drift and not self.schedule.warms_up(step):
+            with self.watch.aside():
+                drift |= self._state_drift(self.shared, taken[0].result.logprobs, self.options(step))
+        self._refresh_above(drift["sampler_drift"])
+        return drift
 
-    def _loss(self, shared: SharedPrompt, logprobs: list[Tensor]) -> float:
+    def _state_drift(
+        self, shared: SharedPrompt, logprobs: list[Tensor], options: StepOptions
+    ) -> dict[str, float | None]:
+        """Return how far log-probabilities and loss are from those on a freshly evaluated prompt."""
+        fresh = self._score_fresh(self.model, shared.group, options)
+        drift: dict[str, float | None] = {"logprob_drift": mean_difference(shared.group, logprobs, fresh)}
+        if shared.prepared.old_logprobs is None and not options.algorithm.kl_coef:
+            return drift | {"loss_drift": None}
+        stale_loss, fresh_loss = (self._loss(shared, lp, options.algorithm) for lp in (logprobs, fresh))
+        change = abs(stale_loss - fresh_loss)
+        return drift | {"loss_drift": 0.0 if change == 0 else change / abs(fresh_loss) if fresh_loss else None}
+
+    def _refresh_above(self, drift: float | None) -> None:
+        """Have the next step evaluate the prompt anew if this one's log-probabilities were too far from the sampler's.
+
+        One rank of a prompt decides, and one prompt of several is enough: all ranks take part in a prefill.
+        """
+        most = self.config.refresh_above
+        if most is None or drift is None:
+            return
+        decide = self.parallel.mesh.decide if self.parallel is not None else decide_here
+        if self.model.agree(int(decide(lambda: drift > most))):
+            self.shared = None
+
+    def _loss(self, shared: SharedPrompt, logprobs: list[Tensor], algorithm: AlgorithmConfig) -> float:
         """Return the group's loss for log-probabilities that are already there."""
         losses = branch_losses(
             shared.group,
-            self.config.algorithm,
+            algorithm,
             self.config.response_length,
             shared.prepared.old_logprobs,
             shared.prepared.reference_logprobs,
@@ -231,94 +307,15 @@ class Trainer:
         )
         return sum(float(loss_of(lp).loss) for loss_of, lp in zip(losses, logprobs, strict=True))
 
-    def _update(self, loss: Tensor) -> float:
-        """Take the optimizer's step, if all is finite; return the gradients' norm before clipping."""
+    def _update(self, loss: Tensor, factor: float) -> float:
+        """Take the optimizer's step on gradients times ``factor`` if all is finite; return the norm before clipping."""
         self.watch.note()
         with self.watch.verb("optimizer", 0):
-            return self.optimizer.update(loss)
+            return self.optimizer.update(loss, factor)
 
     def tag_optimizer(self) -> None:
         """Tell the meter which tensors are the optimizer's."""
         self.watch.meter.tag("optimizer", self.optimizer.state())
-
-    def _measured(self, shared: SharedPrompt, result: StepResult, optimizer_held: bool) -> dict[str, Any]:
-        peaks = self.watch.peaks
-        longest = max(shared.group.response_positions)
-        by_kind = self.watch.meter.bytes_by_kind()
-        prompt_positions, responses = shared.group.prompt_positions, shared.group.response_positions
-        fresh = shared.age == 0
-        prediction = None
-        if self.config.rollout == "given":  # drawing has no count yet
-            prediction = known(
-                self.config,
-                prompt_positions=prompt_positions,
-                response_positions=longest,
-                optimizer_held=optimizer_held,
-                prefilled=fresh,
-            )
-        flops = step_flops(
-            self.model,
-            self.config,
-            prompt_positions=prompt_positions,
-            responses=responses,
-            prefilled=fresh,
-            scored=self._scorings() if fresh else 0,
-        )
-        return {
-            "prompt_positions": prompt_positions,
-            "response_positions": longest,
-            "prefilled_positions": result.prefilled_positions,
-            "replayed_positions": result.replayed_positions,
-            "scored_positions": result.scored_positions,
-            "recomputed_positions": result.recomputed_positions,
-            "state_age": shared.age,
-            "peak_allocated_bytes": peaks.peak,
-            "peak_verb": peaks.verb,
-            "peak_by_verb": peaks.by_verb,
-            "predicted_peak_bytes": prediction and prediction.peak,
-            "measured_by": peaks.measured_by,
-            "peak_reserved_bytes": peaks.reserved,
-            "peak_bytes_by_kind": peaks.by_kind,
-            "predicted_bytes_by_kind": prediction and prediction.by_kind,
-            "parameter_bytes": by_kind["parameters"],
-            "gradient_bytes": self.watch.most["gradients"],
-            "optimizer_bytes": by_kind["optimizer"],
-            "retained_bytes": sum(result.retained_bytes.values()),
-            "retained_bytes_by_kind": result.retained_bytes,
-            "state_gradient_bytes": self.watch.most["state_gradient"],
-            "snapshot_bytes": self.watch.most["snapshots"],
-            "host_bytes": peaks.host,
-            "bytes_sent_by_collective": self.watch.traffic and self.watch.traffic.by_collective(),
-            "seconds_by_verb": dict(self.watch.seconds),
-            "flops": flops if self.config.adapter.name == "none" and self.config.rollout == "given" else None,
-            "recompute_difference": result.recompute_difference,
-            "response_length_mean": statistics.fmean(responses),
-            **self._sampled(shared),
-        }
-
-    def _sampled(self, shared: SharedPrompt) -> dict[str, Any]:
-        """Return what the record says of drawing, in the step that drew."""
-        rollout = shared.rollout
-        if not rollout.sampled_positions or shared.age:
-            return {"sampled_positions": 0}
-        return {
-            "sampled_positions": rollout.sampled_positions,
-            "resampled": rollout.resampled,
-            "truncated_fraction": rollout.truncated_fraction,
-            "tokens_per_second": rollout.sampled_positions / self.watch.seconds["sample"],
-        }
-
-    def loss_metrics(self, shared: SharedPrompt, result: StepResult) -> dict[str, Any]:
-        rewards, algorithm = shared.group.rewards, self.config.algorithm
-        distances = advantages(rewards, algorithm.scale_rewards, baseline=algorithm.baseline)
-        return {
-            "loss": read_scalar(result.loss, 0.0),
-            "reward_mean": statistics.fmean(rewards),
-            "reward_std": statistics.stdev(rewards),
-            "advantage_abs_mean": statistics.fmean(map(abs, distances)),
-            "entropy": result.entropy,
-            **result.statistics.means(),
-        }
 
 
 Spread = tuple[Decoder, Parallel | None]
@@ -343,6 +340,8 @@ def build_trainer(
         limit = timedelta(seconds=config.hardware.timeout_s)
         mesh = build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend, limit)
     model, parallel = make_model(config, mesh)
+    if parallel is not None and parallel.mesh.sizes.dp > 1:
+        check_step_groups(config.algorithm)
     reference = None
     if config.algorithm.kl_coef and config.adapter.name == "none":
         reference = make_model(config, mesh)[0].requires_grad_(False)

@@ -142,8 +142,8 @@ def test_a_failing_step_leaves_its_record(tmp_path, monkeypatch):
 def test_a_loss_that_is_not_finite_is_recorded_and_ends_the_job(tmp_path, monkeypatch):
     real = Optimizer.update
 
-    def diverge(self, loss):
-        norm = real(self, loss)
+    def diverge(self, *arguments):
+        norm = real(self, *arguments)
         self.parameters[0].data.fill_(math.nan)
         return norm
 

@@ -70,7 +70,7 @@ def test_it_learns_nothing_from_rewards_of_chance():
     trainer, _ = trained(LowTokens(lambda ids: float(random.random())), steps=40, optimizer={"lr": 1e-2}, model=LLAMA)
     shares = []
     for step in range(40, 45):
-        shares += groups.reward(None, [ids.numpy() for ids in trainer._prompt(step).group.responses])
+        shares += groups.reward(None, [ids.numpy() for ids in trainer._prompt(step, step).group.responses])
     assert statistics.fmean(shares) < 0.5
 
 
@@ -136,7 +136,7 @@ def test_seeds_differ_by_run_step_attempt_and_response():
     ("changes", "reason"),
     [
         ({"rollout": "server"}, "rollout='server' is not one of given, sample"),
-        ({"rollout": "given"}, "need rollout=sample"),
+        ({"rollout": "given"}, "stop would not be used with rollout=given"),
         ({"mode": "simulate"}, "mode=simulate"),
         ({"hardware": {"name": "cpu", "backend": "cpu", "gpus_per_node": 2}}, "one process"),
         ({"top_p": 0.9}, "old_logprobs=none"),

@@ -90,7 +90,15 @@ def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
     a line that serves prompts of any length, whose last chunk lacks one position.
     """
     config = replace(
-        config, group_size=SHORTEST_GROUP, steps=1, refresh_every=1, measure_drift=False, mode="simulate", claim=None
+        config,
+        group_size=SHORTEST_GROUP,
+        groups_per_step=1,
+        steps=1,
+        refresh_every=1,
+        updates_per_rollout=None,
+        measure_drift=False,
+        mode="simulate",
+        claim=None,
     )
     if config.optimizer.device is None:  # AdamW's state is the same all step long, so it can be left out afterwards
         config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
