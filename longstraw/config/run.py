@@ -235,8 +235,6 @@ class RunConfig:
             check_server(self.server, self.adapter.name, self.algorithm, from_some=drawn_from_some)
             if self.hardware.dp > 1:
                 raise ConfigError("rollout=server hands its adapters over for one prompt at a time: use hardware.dp=1")
-        elif self.hardware.world_size > 1:
-            raise ConfigError(f"rollout=sample runs in one process so far, and hardware has {self.hardware.world_size}")
         if drawn_from_some and self.algorithm.old_logprobs != "none":
             raise ConfigError(
                 "top_p, top_k and min_p draw from a part of the distribution, so ratios to its log-probabilities are "

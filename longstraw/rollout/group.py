@@ -100,17 +100,17 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
     """Return a group that ``draw`` draws, a response for each seed it gets, and the task rewards.
 
     It is drawn again while its rewards are equal, ``config.resample`` times at most; what a reward loses for its
-    response's length counts. ``old_logprobs`` are those at which the tokens were drawn.
+    response's length counts. Ranks of prompts side by side draw together, so where only a prompt beside this one is
+    drawn again, ``draw`` gets no seed. ``old_logprobs`` are those at which the tokens were drawn.
     """
-    config, positions, taken, equal = request.config, 0, 0, True
+    config, positions, resampled, equal = request.config, 0, 0, True
     for attempt in range(config.resample + 1):
-        drawn = draw(response_seeds(config.seed, request.number, attempt, config.group_size))
-        positions += sum(map(len, drawn.responses))
+        drawn = draw(response_seeds(config.seed, request.number, attempt, config.group_size) if equal else [])
         if equal:
-            samples, taken = drawn, attempt
+            samples, resampled = drawn, attempt
+            positions += sum(map(len, samples.responses))
             rewards = _with_penalty(policy.decide(partial(rewards_of, request, samples)), samples, config)
             equal = min(rewards) == max(rewards)
-        # prompts side by side draw together: one whose group is good draws on, and keeps its group
         if not policy.model.agree(int(equal)):
             break
     assert request.example is not None
@@ -122,7 +122,7 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
         masks = [torch.ones_like(response, dtype=torch.bool) for response in samples.responses]
         group = replace(group, loss_masks=mask_truncated(masks, truncated))
     fraction = sum(truncated) / len(truncated) if config.stop else None
-    return Rollout(group.to(policy.retained.prompt.device), positions, taken, fraction)
+    return Rollout(group.to(policy.retained.prompt.device), positions, resampled, fraction)
 
 
 def _with_penalty(rewards: list[float], samples: Samples, config: RunConfig) -> list[float]:
