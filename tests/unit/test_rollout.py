@@ -113,7 +113,7 @@ def test_a_good_group_is_kept_while_a_prompt_beside_it_draws_again():
     request = Request(torch.tensor([1]), task, config, 0, 7, task.example(7))
     policy = SimpleNamespace(model=SimpleNamespace(agree=lambda _: next(asked)), retained=request, decide=decide_here)
     rollout = draw_group(policy, request, draw)
-    assert (rollout.resampled, rollout.sampled_positions) == (1, 3 * 2 * 2)
+    assert (rollout.resampled, rollout.sampled_positions) == (1, 2 * 2 * 2)  # the third call draws nothing here
     assert [int(ids[0]) for ids in rollout.group.responses] == [seed % 100 for seed in response_seeds(0, 7, 1, 2)]
     assert rollout.group.rewards == [0.0, 1.0]
 
