@@ -194,7 +194,16 @@ def test_constant_keys_come_from_the_configuration(tmp_path, monkeypatch):
     assert keys["predicted_peak_bytes"] is None  # nobody has counted it
     kinds = dict.fromkeys(KINDS, 10**6) | {"optimizer": 0}
     (step,) = steps_to_count(config)
-    keep(step, Counts({"replay": kinds, "optimizer": dict.fromkeys(KINDS, 0)}, host=0, tensors=1, narrow_gradients=0))
+    keep(
+        step,
+        Counts(
+            {"replay": kinds, "optimizer": dict.fromkeys(KINDS, 0)},
+            host=0,
+            tensors=1,
+            narrow_gradients=0,
+            first_narrowed=0,
+        ),
+    )
     keys = constant_keys(config)
     check({"status": "error", **keys})
     assert keys["predicted_bytes_by_kind"] == kinds
