@@ -49,6 +49,7 @@ KEYS = """\
   data=rollouts             data.path=PLACE that verl, TRL, NeMo-RL, verifiers, prime-rl or ART stored, or lines
                             of token ids; data.format=NAME where its columns do not say which
   rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
+  rollout=server            draw them from vLLM: server.url=http://HOST:PORT, server.sync_every=1 (docs/rollouts.md)
   warmup_steps=0            with rollout=sample: first supervised steps on golden answers
   claim=NAME                a name under which the analysis groups records
   mode=auto                 run, simulate (no hardware), emulate (one rank of many on one GPU), or auto: run

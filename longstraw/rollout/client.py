@@ -52,6 +52,7 @@ class Client:
         assert config.url is not None
         self.url = config.url.rstrip("/").removesuffix("/v1")
         self.config = config
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line a request
         self._http = httpx.Client(timeout=httpx.Timeout(config.deadline, connect=min(CONNECT, config.deadline)))
 
     def repeat(self, what: str, attempt: Callable[[], T]) -> T:
