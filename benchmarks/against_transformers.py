@@ -30,7 +30,7 @@ from longstraw.group import Group
 from longstraw.grpo import BranchTerms, advantages, branch_loss, denominators
 from longstraw.memory.meter import MemoryMeter
 from longstraw.models import build_model, load_model
-from longstraw.models.hf_weights import save_model
+from longstraw.models.hf_save import save_model
 from longstraw.step import grpo_step
 
 SIDES = ("detached", "exact", "transformers")
@@ -73,6 +73,7 @@ def measure(
     """Return seconds, peak bytes and the first branch's log-probabilities of one side, in this process."""
     group = make_group(prompt, group_size, response)
     if side == "transformers":
+        sys.modules["fla"] = None  # type: ignore[assignment] # else transformers runs its kernels, on processors too
         from transformers import Qwen3_5ForCausalLM
 
         hf = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -108,8 +108,9 @@ class BranchPast(Past):
         self._count = len(branches)
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of own rows with their kind of memory."""
-        yield from (("retained", own) for own in self._own.values())
+        """Yield the buffers of own rows, or the branches' summaries, with their kind of memory."""
+        own = self._own or {name: self[name] for name in self._tensors}
+        yield from (("retained", tensor) for tensor in own.values())
 
     def held_positions(self, device: torch.device) -> Tensor:
         """Return the positions, int32 rising, of the retained rows that are here."""

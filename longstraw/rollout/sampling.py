@@ -104,66 +104,81 @@ def draw(
     parts = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     with observer.verb("sample", len(seeds) * sampling.max_new_tokens):
         for together in pad_to_longest_rank(model, parts, ()):
-            part = _draw_together(model, retained, together, sampling, observer)
+            drawing = Drawing(model, retained, together, sampling)
+            observer.holds(drawing.pasts)
+            for at in range(sampling.max_new_tokens):
+                if not drawing.going:
+                    break
+                evaluated = len(drawing.alive)
+                drawing.step(at)
+                observer.advance(evaluated)
+            part = drawing.samples()
             found.responses.extend(part.responses)
             found.logprobs.extend(part.logprobs)
             found.ended.extend(part.ended)
     return found
 
 
-def _draw_together(
-    model: Decoder, retained: Retained, seeds: Sequence[int], sampling: Sampling, observer: Observer
-) -> Samples:
-    """Draw for all ``seeds`` in lockstep. A branch that has ended is dropped and costs nothing more.
+class Drawing:
+    """Branches of one prompt drawn in lockstep. One that has ended is dropped and costs nothing more.
 
     Where ranks share the prompt, each evaluates its part of the branches, and all of them know what was drawn.
     """
-    device, room = retained.prompt.device, sampling.max_new_tokens
-    pasts = [state.branch(len(seeds), model.split(room)) for state in retained.states]
-    observer.holds(pasts)
-    uniforms = _uniforms(seeds, room).to(device)
-    stop = torch.tensor(sampling.stop, dtype=torch.long, device=device)
-    tokens = retained.prompt[-1:].expand(len(seeds))
-    alive = torch.arange(len(seeds), device=device)  # the branches that have not ended
-    lengths = torch.full((len(seeds),), room)
-    drawn: list[Tensor] = []
-    logprobs: list[Tensor] = []
-    for at in range(room):
-        if not model.agree(len(alive)):
-            break
-        hidden, updates = model(tokens, pasts)
-        assert hidden is not None
-        for past, update in zip(pasts, updates, strict=True):
+
+    def __init__(self, model: Decoder, retained: Retained, seeds: Sequence[int], sampling: Sampling):
+        n, room, device = len(seeds), sampling.max_new_tokens, retained.prompt.device
+        self.pasts = [state.branch(n, model.split(room)) for state in retained.states]
+        self.alive = list(range(n))  # the branches that have not ended, rising
+        self._model, self._sampling = model, sampling
+        self._uniforms = _uniforms(seeds, room).to(device)
+        self._stop = torch.tensor(sampling.stop, dtype=torch.long, device=device)
+        self._places = torch.arange(n, device=device)  # ``alive``, on the device
+        self._last = retained.prompt[-1:].expand(n)
+        self._tokens = torch.zeros(n, room, dtype=torch.long, device=device)
+        inner = torch.promote_types(model.lm_head.weight.dtype, torch.float32)
+        self._logprobs = torch.zeros(n, room, dtype=inner, device=device)
+        self._lengths, self._ended = [room] * n, [False] * n
+
+    @property
+    def going(self) -> bool:
+        """Whether a branch has not ended, of this prompt or of one beside it: all ranks evaluate until the last has."""
+        return bool(self._model.agree(len(self.alive)))
+
+    def step(self, at: int) -> None:
+        """Draw token ``at`` of each branch that has not ended."""
+        hidden, updates = self._model(self._last, self.pasts)
+        for past, update in zip(self.pasts, updates, strict=True):
             past.advance(update)
-        tokens, lp = _next_tokens(model, hidden, uniforms[alive, at], sampling)
-        drawn.append(torch.zeros_like(lengths, device=device).index_put_((alive,), tokens))
-        logprobs.append(lp.new_zeros(len(seeds)).index_put_((alive,), lp))
-        observer.advance(len(alive))
-        if not sampling.stop:
-            continue
-        ends = torch.isin(tokens, stop)
-        going = (~ends).nonzero().squeeze(-1).tolist()
-        if len(going) == len(alive):
-            continue
-        lengths[alive[ends].cpu()] = at + 1
-        alive, tokens = alive[going], tokens[going]
-        for past in pasts:
+        self._last, logprobs = self._next_tokens(hidden, self._uniforms[self._places, at])
+        self._tokens[self._places, at], self._logprobs[self._places, at] = self._last, logprobs
+        if self._sampling.stop:
+            self._drop(torch.isin(self._last, self._stop).tolist(), at)
+
+    def samples(self) -> Samples:
+        """Return what was drawn."""
+        rows = (zip(x.cpu(), self._lengths, strict=True) for x in (self._tokens, self._logprobs))
+        responses, logprobs = ([row[:length].clone() for row, length in of] for of in rows)
+        return Samples(responses, logprobs, self._ended)
+
+    def _next_tokens(self, hidden: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities [n] of all branches after ``hidden`` [t, d] of those evaluated here."""
+        context, chunk = self._model.ops.context, self._model.split(len(uniforms))
+        logits = self._model.logits(hidden, len(uniforms), self._sampling.temperature or 1.0)
+        tokens, logprobs = draw_tokens(logits, uniforms[chunk.own], self._sampling)
+        return context.gather(tokens, chunk), context.gather(logprobs, chunk)
+
+    def _drop(self, ends: list[bool], at: int) -> None:
+        """Drop the branches of ``alive`` that token ``at`` ended."""
+        going = [i for i, end in enumerate(ends) if not end]
+        if len(going) == len(ends):
+            return
+        for branch, end in zip(self.alive, ends, strict=True):
+            if end:
+                self._lengths[branch], self._ended[branch] = at + 1, True
+        self.alive = [self.alive[i] for i in going]
+        self._places, self._last = self._places[going], self._last[going]
+        for past in self.pasts:
             past.keep(going)
-    counts, ended = lengths.tolist(), [True] * len(seeds)
-    for branch in alive.tolist():
-        ended[branch] = False
-    rows = (torch.stack(parts, 1).cpu() for parts in (drawn, logprobs))
-    responses, scores = ([row[:count].clone() for row, count in zip(x, counts, strict=True)] for x in rows)
-    return Samples(responses, scores, ended)
-
-
-def _next_tokens(model: Decoder, hidden: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return tokens and log-probabilities [n] of all branches after ``hidden`` [t, d]; ``uniforms`` [n] draw them."""
-    count, context = len(uniforms), model.ops.context
-    logits = model.logits(hidden, count, sampling.temperature or 1.0)
-    chunk = model.split(count)
-    tokens, logprobs = draw_tokens(logits, uniforms[chunk.own], sampling)
-    return context.gather(tokens, chunk), context.gather(logprobs, chunk)
 
 
 def _uniforms(seeds: Sequence[int], count: int) -> Tensor:
