@@ -1,13 +1,13 @@
 """Sampling a group from the retained prompt, beside transformers' ``generate`` on a cache filled with the same prompt.
 
     python -m benchmarks.sampling [model=smollm2_135m,qwen3_6_tiny] [prompt=2048,8192] [group=8] [tokens=64]
-        [profile=no]
+        [turns=3] [profile=no]
 
 Both sides have evaluated the prompt once, in float32, before the clock runs; transformers' cache is then copied once a
 response. Both draw ``tokens`` tokens of every response at temperature 1, in turns in one process. A rate is tokens of
-all responses a second of processor time, so another job beside this one changes little. Memory is what a side keeps
-between two tokens: rows of the prompt and of the responses, and recurrent states. With ``profile=yes`` the operators
-that take the most time in LongStraw's side are printed too, from a run that is not timed.
+all responses a second of processor time, the best of ``turns``: another job beside this one makes either slower.
+Memory is what a side keeps between two tokens: rows of the prompt and of the responses, and recurrent states. With
+``profile=yes`` the operators that take the most time in LongStraw's side are printed too, from a run that is not timed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def show_profile(run: Callable[[], Any]) -> None:
     print()
 
 
-def compare(theirs: Any, ours: Decoder, prompt: Tensor, group: int, tokens: int) -> tuple[str, Callable[[], Samples]]:
+def compare(
+    theirs: Any, ours: Decoder, prompt: Tensor, group: int, tokens: int, turns: int
+) -> tuple[str, Callable[[], Samples]]:
     """Return the end of a row of the table for one prompt, and what draws LongStraw's side once more."""
     generate, held = their_side(theirs, prompt, group, tokens)
     retained, sampling = prefill(ours, prompt, chunk=1024), Sampling(tokens)
@@ -111,9 +113,8 @@ def compare(theirs: Any, ours: Decoder, prompt: Tensor, group: int, tokens: int)
     def draw_group() -> Samples:
         return draw(ours, retained, range(group), sampling)
 
-    mine, other = 0.0, 0.0
-    for _ in range(2):  # the first turn warms up
-        mine, other = rate(draw_group, group * tokens), rate(generate, group * tokens)
+    rates = [(rate(draw_group, group * tokens), rate(generate, group * tokens)) for _ in range(turns)]
+    mine, other = map(max, zip(*rates, strict=True))
     own, cached = our_bytes(ours, retained, group, sampling), held()
     speeds = f"| {mine:,.0f} | {other:,.0f} | {mine / other:.2f}x "
     return f"{speeds}| {own / 1e6:,.1f} | {cached / 1e6:,.1f} | {own / cached:.3f} |", draw_group
@@ -122,7 +123,7 @@ def compare(theirs: Any, ours: Decoder, prompt: Tensor, group: int, tokens: int)
 def main(arguments: list[str]) -> None:
     """Draw with both sides for every model and prompt length, and print a table."""
     options = {"model": "smollm2_135m,qwen3_6_tiny", "prompt": "2048,8192", "group": "8", "tokens": "64"}
-    options |= {"profile": "no"} | dict(argument.split("=", 1) for argument in arguments)
+    options |= {"turns": "3", "profile": "no"} | dict(argument.split("=", 1) for argument in arguments)
     group, tokens = int(options["group"]), int(options["tokens"])
     threads = torch.get_num_threads()
     print(f"group {group}, {tokens} tokens, float32, {threads} thread{'s' * (threads > 1)}\n")
@@ -134,7 +135,7 @@ def main(arguments: list[str]) -> None:
         for length in map(int, options["prompt"].split(",")):
             generator = torch.Generator().manual_seed(0)
             prompt = torch.randint(ours.config.vocab_size, (length,), generator=generator)
-            row, draw_group = compare(theirs, ours, prompt, group, tokens)
+            row, draw_group = compare(theirs, ours, prompt, group, tokens, int(options["turns"]))
             print(f"| {name} | {length:,} {row}", flush=True)
             if options["profile"] == "yes":
                 show_profile(draw_group)
