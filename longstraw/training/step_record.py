@@ -47,13 +47,13 @@ class Taken:
         cls, rollout: Rollout, group: Group, result: StepResult, *, trained: bool, state_age: int, rollout_age: int
     ) -> Taken:
         """Return what the record needs; ``group`` is the rollout's, on the model's device."""
-        drift = None
-        if trained and group.old_logprobs is not None:
+        tokens, drift = sum(kept_tokens(group)), None
+        if trained and tokens and group.old_logprobs is not None:
             drift = mean_difference(group, result.logprobs, group.old_logprobs)
         return cls(
             group.prompt_positions,
             group.response_positions,
-            sum(kept_tokens(group)),
+            tokens,
             group.rewards,
             group.advantages is not None,
             rollout.sampled_positions,
