@@ -226,8 +226,6 @@ class RunConfig:
             )
         if self.mode in ("simulate", "emulate"):
             raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
-        if self.hardware.world_size > 1:
-            raise ConfigError(f"rollout=sample runs in one process so far, and hardware has {self.hardware.world_size}")
         if drawn_from_some and self.algorithm.old_logprobs != "none":
             raise ConfigError(
                 "top_p, top_k and min_p draw from a part of the distribution, so ratios to its log-probabilities are "

@@ -76,18 +76,22 @@ def response_seeds(seed: int, number: int, attempt: int, count: int) -> list[int
 def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Samples]) -> Rollout:
     """Return a group that ``draw`` draws, a response for each seed it gets, and the task rewards.
 
-    It is drawn again while its rewards are equal, ``config.resample`` times at most. ``old_logprobs`` are those at
-    which the tokens were drawn.
+    It is drawn again while its rewards are equal, ``config.resample`` times at most. Ranks of prompts side by side draw
+    together, so where only a prompt beside this one is drawn again, ``draw`` gets no seed. ``old_logprobs`` are those
+    at which the tokens were drawn.
     """
-    config, positions = request.config, 0
+    config, positions, resampled, equal = request.config, 0, 0, True
     for attempt in range(config.resample + 1):
-        samples = draw(response_seeds(config.seed, request.number, attempt, config.group_size))
-        positions += sum(map(len, samples.responses))
-        rewards: list[float] = policy.decide(partial(rewards_of, request, samples))
-        if config.overlong_buffer is not None:
-            pairs = zip(rewards, map(len, samples.responses), strict=True)
-            rewards = [r + overlong_penalty(n, config.response_length, config.overlong_buffer) for r, n in pairs]
-        if min(rewards) != max(rewards):
+        drawn = draw(response_seeds(config.seed, request.number, attempt, config.group_size) if equal else [])
+        if equal:
+            samples, resampled = drawn, attempt
+            positions += sum(map(len, samples.responses))
+            rewards: list[float] = policy.decide(partial(rewards_of, request, samples))
+            if config.overlong_buffer is not None:
+                pairs = zip(rewards, map(len, samples.responses), strict=True)
+                rewards = [r + overlong_penalty(n, config.response_length, config.overlong_buffer) for r, n in pairs]
+            equal = min(rewards) == max(rewards)
+        if not policy.model.agree(int(equal)):
             break
     assert request.example is not None
     group = Group(request.prompt, samples.responses, rewards, old_logprobs=samples.logprobs, id=request.example.id)
@@ -96,7 +100,7 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
         masks = [torch.ones_like(response, dtype=torch.bool) for response in samples.responses]
         group = replace(group, loss_masks=mask_truncated(masks, truncated))
     fraction = sum(truncated) / len(truncated) if config.stop else None
-    return Rollout(group.to(policy.retained.prompt.device), positions, attempt, fraction)
+    return Rollout(group.to(policy.retained.prompt.device), positions, resampled, fraction)
 
 
 def rewards_of(request: Request, samples: Samples) -> list[float]:
