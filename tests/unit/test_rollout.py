@@ -138,7 +138,6 @@ def test_seeds_differ_by_run_step_attempt_and_response():
         ({"rollout": "server"}, "rollout='server' is not one of given, sample"),
         ({"rollout": "given"}, "stop would not be used with rollout=given"),
         ({"mode": "simulate"}, "mode=simulate"),
-        ({"hardware": {"name": "cpu", "backend": "cpu", "gpus_per_node": 2}}, "one process"),
         ({"top_p": 0.9}, "old_logprobs=none"),
         ({"mask_truncated": True, "stop": []}, "needs stop"),
     ],
