@@ -44,6 +44,8 @@ KEYS = """\
   model.checkpoint=FOLDER   the weights, in transformers' format or FILE.gguf; default: random ones drawn from the seed
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
+  evaluate.every=N          steps between two evaluations on held-out prompts: before the first step and at the end too;
+                            evaluate.examples=64 prompts, of evaluate.contexts=[1Ki,4Ki], at evaluate.temperature=0
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
   warmup_steps=0            with rollout=sample: first supervised steps on golden answers
@@ -56,6 +58,8 @@ LongStraw: GRPO steps on prompts of a million tokens and more.
 
   longstraw key=value ...            one job          (or: python -m longstraw.run ...)
   longstraw -m key=a,b key=c,d ...   every combination, each its own job
+  python -m longstraw.COMMAND        status (jobs), evaluate (success on held-out prompts), plan (what fits where),
+                                     audit and selfcheck (gradients, kernels), fetch (a model)
 
 Try
   longstraw model=qwen3_6_tiny hardware=cpu context=16Ki

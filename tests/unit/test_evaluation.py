@@ -26,7 +26,14 @@ from longstraw.training.loop import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {"steps": 3, "checkpoint": {"every": 1}, "evaluate": {"every": 2, "examples": 3}}
-LOOKUP = {"model": LLAMA, "data": {"name": "lookup"}, "context": 420, "group_size": 2, **STEPS}
+LOOKUP = {
+    "model": LLAMA,
+    "data": {"name": "lookup"},
+    "context": 420,
+    "group_size": 2,
+    "optimizer": {"lr": 1e-2},
+    **STEPS,
+}
 VARYING = ("seconds", "attempt", "run_id", "command", "started_at", "peak_allocated_bytes")
 
 
@@ -102,8 +109,20 @@ def test_each_prompt_is_evaluated_once_and_each_token_too(monkeypatch):
     assert len({answer.response for answer in found}) > 1
 
 
+def low_bytes(self, example, responses):
+    """Reward the share of bytes below 64: a model without training gets some of it, so that its steps change it."""
+    return [float((ids < 64).mean()) for ids in responses]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rewarded():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MadeTask, "reward", low_bytes)
+        yield
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(rewarded, tmp_path_factory):
     """Run a job that is never interrupted; return its folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_job(sampled_job(**LOOKUP), folder, RunIdentity("x"))
@@ -123,7 +142,8 @@ def test_a_job_evaluates_before_the_first_step_in_between_and_after_the_last(who
     first, _, last = read_evaluations(whole)
     assert [row["step"] for row in read_evaluations(whole)] == [0, 2, 3]
     assert list(first) == list(KEYS)
-    assert first["success"] == sum(answer["reward"] for answer in first["answers"]) / 3
+    assert first["success"] == pytest.approx(sum(answer["reward"] for answer in first["answers"]) / 3)
+    assert first["samples"] != last["samples"]  # the steps changed the model
     assert all(answer["id"].startswith("lookup-0-heldout-") for answer in first["answers"])
     assert [answer["id"] for answer in first["answers"]] == [answer["id"] for answer in last["answers"]]
     assert first["samples"][0]["prompt_end"].endswith("\nAnswer: ")
@@ -143,13 +163,13 @@ def test_the_temperature_of_evaluations_is_their_own(whole, tmp_path):
 
 def interrupt(monkeypatch, call):
     """Send SIGTERM to this process while evaluation number ``call`` rewards its second response."""
-    real, made_calls = MadeTask.reward, []
+    calls = []
 
     def reward(self, example, responses):
-        made_calls.extend([1] * ("heldout" in example.id))
-        if len(made_calls) == call and "heldout" in example.id:
+        calls.extend([1] * ("heldout" in example.id))
+        if len(calls) == call and "heldout" in example.id:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, example, responses)
+        return low_bytes(self, example, responses)
 
     monkeypatch.setattr(MadeTask, "reward", reward)
 
@@ -174,13 +194,13 @@ def test_a_job_asked_to_end_in_an_evaluation_resumes_with_the_same_rows(
 KILLED = """
 import os, sys
 sys.path[:0] = {paths!r}
-from test_evaluation import LOOKUP, MadeTask, RunIdentity, run_job, sampled_job
-real, calls = MadeTask.reward, []
+from test_evaluation import LOOKUP, MadeTask, RunIdentity, low_bytes, run_job, sampled_job
+calls = []
 def reward(self, example, responses):
     calls.extend([1] * ("heldout" in example.id))
     if len(calls) == 5:
         os.kill(os.getpid(), 9)
-    return real(self, example, responses)
+    return low_bytes(self, example, responses)
 MadeTask.reward = reward
 from pathlib import Path
 run_job(sampled_job(**LOOKUP), Path({folder!r}), RunIdentity("x"))
