@@ -8,7 +8,8 @@
 ``checkpoint`` is a checkpoint of a run, a model in transformers' format, or an adapter in PEFT's with its base as
 ``model=`` or ``model.checkpoint=``. In a run's folder the run's own keys are the defaults. All keys of a job are known:
 
-    data=lookup                 lookup, chain, count or multi, and their own keys
+    data=lookup                 lookup, chain, count or multi, and their own keys; or your prompts and reward:
+                                data=jsonl evaluate.path=FILE reward=package.module:function
     context=4Ki                 prompt and longest response; evaluate.contexts=[1Ki,4Ki]: prompts of several lengths
     response_length=16          tokens drawn at most; stop=[ids] ends a response
     evaluate.examples=64        held-out prompts at each length: each is evaluated once, one response drawn on it
@@ -33,7 +34,7 @@ from rich.table import Table
 from longstraw.config import ConfigError, RunConfig, from_dict, option, read_model_config, to_dict
 from longstraw.config.overrides import overlay, typed_keys
 from longstraw.config.settings import read_arguments
-from longstraw.data import check_held_out
+from longstraw.data import held_out_configs
 from longstraw.data.reward import RewardError
 from longstraw.launch.inputs import check_inputs
 from longstraw.launch.spec import SPEC, new_run_id
@@ -69,7 +70,7 @@ def configure(arguments: Sequence[str]) -> tuple[RunConfig, Path | None, Path | 
             f"hardware={config.hardware.name}: an evaluation runs in one process so far; hardware=cpu, or cuda"
         )
     check_inputs(config)
-    check_held_out(config)
+    held_out_configs(config)
     return config, checkpoint, out
 
 

@@ -45,7 +45,8 @@ KEYS = """\
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
   evaluate.every=N          steps between two evaluations on held-out prompts: before the first step and at the end too;
-                            evaluate.examples=64 prompts, of evaluate.contexts=[1Ki,4Ki], at evaluate.temperature=0
+                            evaluate.examples=64 prompts, of evaluate.contexts=[1Ki,4Ki], at evaluate.temperature=0;
+                            data=jsonl: evaluate.path=FILE
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   rollout=sample            draw the responses from the retained prompt; data=jsonl: reward=package.module:function
   warmup_steps=0            with rollout=sample: first supervised steps on golden answers

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, conf_dir, option, schema_of
 from longstraw.units import parse_count
 
-FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint")
+FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint", "evaluate.path")
 RUN_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 FOLDERS = ("model", "hardware", "adapter", "data", "algorithm", "optimizer", "sweep")  # groups with a choice
 

@@ -24,6 +24,8 @@ from longstraw.observer import Observer
 from longstraw.rollout.sampling import Samples
 from longstraw.step import Retained
 
+Decide = Callable[[Callable[[], Any]], Any]
+
 
 def decide_here(find: Callable[[], Any]) -> Any:
     """Decide where there is one rank."""
@@ -36,7 +38,7 @@ class Policy:
 
     model: Decoder
     retained: Retained
-    decide: Callable[[Callable[[], Any]], Any] = decide_here  # one rank of the prompt finds it out, all get the result
+    decide: Decide = decide_here  # one rank of the prompt finds it out, all get the result
 
 
 @dataclass(frozen=True)

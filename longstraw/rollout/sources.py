@@ -32,12 +32,16 @@ def give(policy: Policy, request: Request, observer: Observer) -> Rollout:
     return Rollout(request.group)
 
 
-def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
-    """Return a group drawn from the retained prompt by the model that is trained."""
-    config = request.config
-    sampling = Sampling(
+def sampling_of(config: RunConfig) -> Sampling:
+    """Return how a run draws its responses."""
+    return Sampling(
         config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
     )
+
+
+def sample(policy: Policy, request: Request, observer: Observer) -> Rollout:
+    """Return a group drawn from the retained prompt by the model that is trained."""
+    sampling = sampling_of(request.config)
     return draw_group(
         policy, request, lambda seeds: draw(policy.model, policy.retained, seeds, sampling, observer=observer)
     )

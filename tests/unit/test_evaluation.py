@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_loop import job, rows
+from test_loop import rows
 from test_rollout import LLAMA, LowTokens, sampled_job
 
 from longstraw.config import ConfigError
-from longstraw.data import DataError
+from longstraw.data import DataError, held_out_configs
 from longstraw.data.made import MadeTask
 from longstraw.launch.inputs import check_inputs
 from longstraw.models import build_model
 from longstraw.models.decoder import Decoder
-from longstraw.rollout.evaluation import HeldOut, answers
+from longstraw.rollout.evaluation import HeldOut, answers, held_out
 from longstraw.tracking.evaluations import KEYS, Answer, depth_label, mean_interval, summary
 from longstraw.tracking.job_table import table
 from longstraw.tracking.recorder import RunIdentity
@@ -223,20 +223,50 @@ def test_a_job_killed_in_an_evaluation_resumes_with_the_same_rows(whole, tmp_pat
     ("changes", "reason"),
     [
         ({"evaluate": {"every": 0}}, "evaluate.every=0"),
+        ({"evaluate": {"every": 1}, "rollout": "given", "stop": []}, "needs rollout=sample"),
         ({"evaluate": {"every": 1}, "refresh_every": 2, "prompt_grad": "detached"}, "multiple of refresh_every=2"),
         ({"evaluate": {"contexts": ["24"]}}, "leaves no prompt in 24"),
         ({"evaluate": {"contexts": ["4Kb"]}}, "evaluate.contexts: "),
-        ({"evaluate": {"every": 1}, "hardware": {"gpus_per_node": 2}}, "one process"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(changes, reason):
     with pytest.raises(ConfigError, match=reason):
-        job(**changes)
+        sampled_job(**changes)
 
 
-def test_a_task_without_held_out_prompts_is_refused_before_the_job(tmp_path):
-    config = job(evaluate={"every": 1}, mode="run")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"data": {"name": "needle"}}, "data=needle has no held-out prompts"),
+        ({"evaluate": {"path": "a.jsonl"}}, "so without evaluate.path"),
+        ({"data": {"name": "jsonl", "path": "a.jsonl"}, "reward": "math:sqrt"}, "prompts of evaluate.path=FILE"),
+    ],
+)
+def test_data_without_held_out_prompts_are_refused(changes, reason):
+    with pytest.raises(DataError, match=reason):
+        held_out_configs(sampled_job(**changes))
+
+
+def test_a_launch_checks_the_held_out_prompts(tmp_path):
     with pytest.raises(DataError, match="data=needle has no held-out prompts"):
-        check_inputs(config)
+        check_inputs(sampled_job(evaluate={"every": 1}, mode="run"))
     with pytest.raises(DataError, match="nothing is evaluated with it"):
-        run_job(config, tmp_path, RunIdentity("x"))
+        held_out(sampled_job(), object())
+
+
+def short(completions, **_):
+    """Reward short responses, as a user's function would."""
+    return [float(len(text) < 8) for text in completions]
+
+
+def test_a_users_held_out_prompts_are_rewarded_by_their_function(tmp_path):
+    path = tmp_path / "heldout.jsonl"
+    lines = [{"prompt": "once " * n, "depth": 0.5, "difficulty": n, "answer": "x"} for n in (3, 4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"data": {"name": "jsonl", "path": "not read"}, "reward": f"{__name__}:short", "model": LLAMA}
+    prompts = held_out(sampled_job(**changes, evaluate={"path": str(path), "examples": 5}))
+    row = summary(list(answers(build_model(prompts.config.model), prompts)))
+    assert [answer["length"] for answer in row["answers"]] == [15, 20]  # two lines: none is asked twice
+    assert [*row["by_difficulty"]] == ["3", "4"]
+    assert [*row["by_depth"]] == ["0.4-0.6"]
+    assert row["success"] == sum(len(sample["response"]) < 8 for sample in row["samples"]) / 2
