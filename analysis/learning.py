@@ -59,7 +59,7 @@ class Run:
         shared = {"run_id": self.run_id, "run": self.name}
         found = []
         for row in [] if self.job is None else self.job.steps:
-            if row["reward_mean"] is not None:
+            if row["reward_mean"] is not None and row["rollout"] != "golden":  # warm-up: no responses of the policy
                 at = {"step": row["step"], "seconds": ends.get(row["step"])}
                 found.append({**shared, "kind": "training", **at, "value": row["reward_mean"]})
         for row in self.evaluations:

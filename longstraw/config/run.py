@@ -296,10 +296,10 @@ class RunConfig:
             raise ConfigError(
                 f"evaluate.every={every} needs rollout=sample: other responses than those given need a reward"
             )
-        if every % self.refresh_every:
+        if every % self.refresh_every or self.warmup_steps % self.refresh_every:
             raise ConfigError(
-                f"evaluate.every={every} must be a multiple of refresh_every={self.refresh_every}: in between, an "
-                "evaluation would hold a second prompt's state"
+                f"evaluate.every={every} and warmup_steps={self.warmup_steps} must be multiples of refresh_every="
+                f"{self.refresh_every}: between two refreshes an evaluation would hold a second prompt's state"
             )
 
     @property

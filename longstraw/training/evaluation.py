@@ -38,7 +38,7 @@ class Evaluations:
             return
         watch = self.trainer.watch
         watch.progress.step = step
-        self.trainer.shared = None  # a prompt that steps shared: the next step would drop it too
+        self.trainer.shared = None  # a prompt that steps shared: the next step evaluates its own
         parallel = self.trainer.parallel
         decide = decide_here if parallel is None else parallel.mesh.decide
         row = evaluate(self.trainer.model, self._prompts, watch, decide)

@@ -224,7 +224,11 @@ def test_a_job_killed_in_an_evaluation_resumes_with_the_same_rows(whole, tmp_pat
     [
         ({"evaluate": {"every": 0}}, "evaluate.every=0"),
         ({"evaluate": {"every": 1}, "rollout": "given", "stop": []}, "needs rollout=sample"),
-        ({"evaluate": {"every": 1}, "refresh_every": 2, "prompt_grad": "detached"}, "multiple of refresh_every=2"),
+        ({"evaluate": {"every": 1}, "refresh_every": 2, "prompt_grad": "detached"}, "multiples of refresh_every=2"),
+        (
+            {"evaluate": {"every": 2}, "refresh_every": 2, "prompt_grad": "detached", "warmup_steps": 1, "steps": 2},
+            "warmup_steps=1 must be multiples",
+        ),
         ({"evaluate": {"contexts": ["24"]}}, "leaves no prompt in 24"),
         ({"evaluate": {"contexts": ["4Kb"]}}, "evaluate.contexts: "),
     ],
