@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def parser(name: str, description: str | None, *, paper: str) -> argparse.ArgumentParser:
-    """Return the arguments that every table takes; ``paper`` says what ``--paper`` adds."""
+def parser(name: str, description: str | None, *, paper: str | None = None) -> argparse.ArgumentParser:
+    """Return the arguments that every table takes; ``paper`` says what ``--paper`` adds, if there is that."""
     arguments = argparse.ArgumentParser(
         prog=f"python -m analysis.{name}",
         description=description,
@@ -20,7 +20,8 @@ def parser(name: str, description: str | None, *, paper: str) -> argparse.Argume
     add("paths", nargs="+", metavar="PATH", help="record files, or folders searched for records*.jsonl")
     add("--csv", metavar="FILE", help="write exact values there; - prints them instead of the table")
     add("--latex", action="store_true", help="print a booktabs tabular instead of Markdown")
-    add("--paper", action="store_true", help=paper)
+    if paper is not None:
+        add("--paper", action="store_true", help=paper)
     add("--claim", help="only records of this claim")
     return arguments
 

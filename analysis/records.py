@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longstraw.tracking.schema import KEYS, SCHEMA, after_last_step, fits, numbers
+from longstraw.tracking import evaluations
+from longstraw.tracking.schema import KEYS, SCHEMA, Key, after_last_step, fits, numbers
 
 Row = dict[str, Any]
 
@@ -54,25 +55,29 @@ def note(message: str) -> None:
     print(f"note: {message}", file=sys.stderr)
 
 
-def find_files(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the record files among ``paths``: files as given, folders searched for ``records*.jsonl``."""
+def find_files(paths: Iterable[str | Path], kind: str = "records") -> list[Path]:
+    """Return the files of ``records`` or ``evaluations`` among ``paths``: folders are searched for ``KIND*.jsonl``.
+
+    Files are taken as given; those whose name begins with ``evaluations`` hold evaluations, all others records.
+    """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            found |= dict.fromkeys(sorted(file for file in path.rglob("records*.jsonl") if file.is_file()))
+            found |= dict.fromkeys(sorted(file for file in path.rglob(f"{kind}*.jsonl") if file.is_file()))
         elif path.exists():
-            found[path] = None
+            if path.name.startswith("evaluations") == (kind == "evaluations"):
+                found[path] = None
         else:
             raise NoRecords(f"{path} does not exist")
     return list(found)
 
 
-def read_rows(path: Path, report: Callable[[str], None] = note) -> list[Row]:
-    """Return a file's rows with every key of the listing; lines that are no records are reported and left out.
+def read_rows(path: Path, report: Callable[[str], None] = note, keys: dict[str, Key] = KEYS) -> list[Row]:
+    """Return a file's rows with every key of the listing ``keys``; lines that are no rows are reported and left out.
 
     A row without ``run_id`` belongs to the file's folder, one without ``attempt`` to the attempt in the file's name.
     """
-    match = re.fullmatch(r"records\.(\d+)\.jsonl", path.name)
+    match = re.fullmatch(r"(?:records|evaluations)\.(\d+)\.jsonl", path.name)
     defaults = {"run_id": str(path.parent), "attempt": int(match[1]) if match else 0}
     rows = []
     for number, line in enumerate(_content(path, report).splitlines(), start=1):
@@ -86,10 +91,10 @@ def read_rows(path: Path, report: Callable[[str], None] = note) -> list[Row]:
         if not isinstance(row, dict):
             report(f"{path}:{number}: no record, left out")
             continue
-        full = {key: row.get(key) for key in KEYS}
+        full = {key: row.get(key) for key in keys}
         for key, value in full.items():
-            if value is not None and not (fits(value, KEYS[key].type) and _within_64_bits(value)):
-                kind = f"{KEYS[key].type.__name__} of 64 bits at most"
+            if value is not None and not (fits(value, keys[key].type) and _within_64_bits(value)):
+                kind = f"{keys[key].type.__name__} of 64 bits at most"
                 report(f"{path}:{number}: {key} must be {kind}, not {value!r:.60}; taken as unknown")
                 full[key] = None
         if (full["schema"] or 0) > SCHEMA:
@@ -147,3 +152,13 @@ def load_jobs(paths: Iterable[str | Path], claim: str | None = None) -> list[Job
         if not rows:
             raise NoRecords(f"no record of claim={claim}; there are {', '.join(claims) or 'no claims'}")
     return merge(rows)
+
+
+def load_evaluations(paths: Iterable[str | Path], claim: str | None = None) -> dict[str, list[Row]]:
+    """Return the evaluations of all files below ``paths`` by run, each step once: the row of its highest attempt."""
+    rows = [row for path in find_files(paths, "evaluations") for row in read_rows(path, keys=evaluations.KEYS)]
+    by_run: dict[str, dict[int | None, Row]] = {}
+    for row in sorted(rows, key=lambda row: row["attempt"]):
+        if claim is None or row["claim"] == claim:
+            by_run.setdefault(row["run_id"], {})[row["step"]] = row
+    return {run: sorted(found.values(), key=lambda row: row["step"] or 0) for run, found in by_run.items()}

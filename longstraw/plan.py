@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longstraw.config import ConfigError, RunConfig, option, with_checkpoint_sizes
-from longstraw.config.overrides import Typed, check, plain_value
+from longstraw.config.overrides import overlay, typed_keys
 from longstraw.config.settings import read_arguments
 from longstraw.memory.fit import LONGEST, Fitting, count, largest_context, limit_bytes, ranks_text, smallest_hardware
 from longstraw.units import format_bytes, format_count
@@ -41,29 +41,17 @@ AXES: dict[str, tuple[Any, ...]] = {  # what a row chooses, where it is not give
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
     """Return ``key=value`` arguments as a dict; raise ``ConfigError`` with one line for each that no job knows."""
-    typed = {key: plain_value(key, value) for key, value in read_arguments(arguments).items()}
+    given = read_arguments(arguments)
     for key in ("sweep", "mode"):
-        if key in typed:
+        if key in given:
             raise ConfigError(f"{key}: a plan is of no {key}; it shows every way to train on one hardware")
-    check([Typed(f"{key}={value}", key, (value,)) for key, value in typed.items()])
-    return typed
+    return typed_keys(given)
 
 
 def compose(typed: dict[str, Any]) -> RunConfig:
     """Return the run that these keys describe, the other ones at their defaults."""
-    values: dict[str, Any] = {group: option(group, str(typed.get(group, name))) for group, name in DEFAULTS.items()}
-    values["steps"] = 2
-    for key, value in typed.items():
-        group, _, inner = key.partition(".")
-        if inner:
-            place = values.setdefault(group, {})
-            *path, last = inner.split(".")
-            for part in path:
-                place = place.setdefault(part, {})
-            place[last] = value
-        elif key not in DEFAULTS:
-            values[key] = value
-    return with_checkpoint_sizes(values)
+    base: dict[str, Any] = {group: option(group, name) for group, name in DEFAULTS.items()}
+    return with_checkpoint_sizes(overlay({**base, "steps": 2}, typed))
 
 
 def cases(typed: dict[str, Any]) -> Iterator[RunConfig]:

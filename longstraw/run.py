@@ -45,6 +45,9 @@ KEYS = """\
   model.checkpoint=FOLDER   the weights, in transformers' format or FILE.gguf; default: random ones drawn from the seed
   save=true                 write the trained model or adapter into the run's folder at the end
   checkpoint.every=N        steps between two checkpoints, from which a job that was ended goes on; default: ten minutes
+  evaluate.every=N          steps between two evaluations on held-out prompts: before the first step and at the end too;
+                            evaluate.examples=64 prompts, of evaluate.contexts=[1Ki,4Ki], at evaluate.temperature=0;
+                            data=jsonl: evaluate.path=FILE
   data.haystack=FILE        text to hide the needle in; data=jsonl data.path=FILE: your own prompts and responses
   data=rollouts             data.path=PLACE that verl, TRL, NeMo-RL, verifiers, prime-rl or ART stored, or lines
                             of token ids; data.format=NAME where its columns do not say which
@@ -60,6 +63,8 @@ LongStraw: GRPO steps on prompts of a million tokens and more.
 
   longstraw key=value ...            one job          (or: python -m longstraw.run ...)
   longstraw -m key=a,b key=c,d ...   every combination, each its own job
+  python -m longstraw.COMMAND        status (jobs), evaluate (success on held-out prompts), plan (what fits where),
+                                     audit and selfcheck (gradients, kernels), fetch (a model)
 
 Try
   longstraw model=qwen3_6_tiny hardware=cpu context=16Ki

@@ -16,6 +16,7 @@ class EvaluateConfig:
     examples: int = number(64, 1, 10**6)  # held-out prompts at each length, one response each
     contexts: list[str] = field(default_factory=list)  # prompt + response, such as 4Ki; empty: the run's context
     temperature: float = number(0.0, 0, 100)  # 0: the likeliest token
+    path: str | None = None  # data=jsonl: the file of held-out prompts, lines as in data.path
 
     def __post_init__(self) -> None:
         check_ranges(self, "evaluate")

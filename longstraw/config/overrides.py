@@ -7,6 +7,7 @@ each one line with the nearest valid keys. ``run.py`` parses the arguments, beca
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import itertools
@@ -20,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, conf_dir, option, schema_of
 from longstraw.units import parse_count
 
-FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint")
+FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint", "evaluate.path")
 RUN_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 FOLDERS = ("model", "hardware", "adapter", "data", "algorithm", "optimizer", "sweep")  # groups with a choice
 
@@ -47,6 +48,32 @@ def check(arguments: Sequence[Typed]) -> None:
             complaints.append(str(error))
     if complaints:
         raise ConfigError("\n".join(dict.fromkeys(complaints)))
+
+
+def typed_keys(values: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return ``key=value`` arguments with each value in its key's type; raise ``ConfigError`` as ``check`` does.
+
+    ``base`` is the run that they change, as nested dicts, where that is not the default one.
+    """
+    typed = {key: plain_value(key, value) for key, value in values.items()}
+    names = {group: (base or {}).get(group, {}).get("name") for group in FOLDERS}
+    known = {group: name for group, name in names.items() if name in available(group)}
+    check([Typed(f"{key}={value}", key, (value,)) for key, value in {**known, **typed}.items()])
+    return typed
+
+
+def overlay(base: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run ``base``, as nested dicts, with the ``typed`` keys over it: options such as ``data`` first."""
+    values: dict[str, Any] = copy.deepcopy(dict(base))
+    values |= {group: option(group, str(typed[group])) for group in FOLDERS if group in typed}
+    for key, value in typed.items():
+        *path, last = key.split(".")
+        place = values
+        for part in path:
+            place = place.setdefault(part, {})
+        if key not in FOLDERS:
+            place[last] = value
+    return values
 
 
 def chosen(arguments: Iterable[Typed]) -> dict[str, tuple[str, ...]]:

@@ -296,16 +296,18 @@ class RunConfig:
             raise ConfigError(
                 f"evaluate.contexts: response_length={self.response_length} leaves no prompt in {shortest}"
             )
-        every, ranks = self.evaluate.every, self.hardware.world_size
-        if every is None or self.mode in ("simulate", "emulate"):
+        every = self.evaluate.every
+        if every is None:
             return
-        if every % self.refresh_every:
+        if self.rollout == "given":
             raise ConfigError(
-                f"evaluate.every={every} must be a multiple of refresh_every={self.refresh_every}: in between, an "
-                "evaluation would hold a second prompt's state"
+                f"evaluate.every={every} needs rollout=sample: other responses than those given need a reward"
             )
-        if ranks > 1:
-            raise ConfigError(f"evaluate.every runs in one process so far, and hardware has {ranks}")
+        if every % self.refresh_every or self.warmup_steps % self.refresh_every:
+            raise ConfigError(
+                f"evaluate.every={every} and warmup_steps={self.warmup_steps} must be multiples of refresh_every="
+                f"{self.refresh_every}: between two refreshes an evaluation would hold a second prompt's state"
+            )
 
     @property
     def processes(self) -> HardwareConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from longstraw.config import DATA, JsonlConfig, MadeConfig, NeedleConfig, RolloutsConfig, RunConfig
@@ -14,7 +15,7 @@ from longstraw.data.rollouts import RolloutsTask, check_rollouts
 from longstraw.data.task import DataError, Task
 from longstraw.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 
-__all__ = ["DataError", "Task", "build_task", "check_data", "check_held_out", "run_tokenizer", "tokenizer_folder"]
+__all__ = ["DataError", "Task", "build_task", "check_data", "held_out_configs", "run_tokenizer", "tokenizer_folder"]
 
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
@@ -41,12 +42,29 @@ def check_data(config: RunConfig) -> None:
             check_room(config, tokenizer)
 
 
-def check_held_out(config: RunConfig) -> None:
-    """Raise ``DataError`` unless ``config.data`` have held-out prompts and rewards for any response to them."""
-    if not isinstance(config.data, MadeConfig):
+def held_out_configs(config: RunConfig) -> list[RunConfig]:
+    """Return what ``build_task`` makes the held-out prompts of a run from, for each of its lengths; check them quickly.
+
+    Raises ``DataError`` for data without held-out prompts, or without a reward for any response to them.
+    """
+    data, evaluate = config.data, config.evaluate
+    if isinstance(data, JsonlConfig):
+        if evaluate.path is None or config.reward is None or evaluate.contexts:
+            raise DataError(
+                "data=jsonl is evaluated on the prompts of evaluate.path=FILE, at their own lengths (without "
+                "evaluate.contexts), by reward=package.module:function"
+            )
+        found = [replace(config, data=replace(data, path=evaluate.path))]
+    elif isinstance(data, MadeConfig) and evaluate.path is None:
+        found = [replace(config, context=context) for context in evaluate.positions() or [config.context]]
+    else:
+        has = "its own held-out prompts, so without evaluate.path" if evaluate.path else "no held-out prompts"
         raise DataError(
-            f"data={config.data.name} has no held-out prompts to evaluate on; these have: {', '.join(MADE)}"
+            f"data={data.name} has {has}; data=jsonl takes evaluate.path, and {', '.join(MADE)} make theirs"
         )
+    for one in found:
+        check_data(one)
+    return found
 
 
 def run_tokenizer(config: RunConfig) -> Tokenizer:

@@ -8,7 +8,7 @@ import sys
 from longstraw.config import CheckpointConfig, ConfigError, EvaluateConfig, RunConfig
 from longstraw.config.converted import checkpoint_folder
 from longstraw.config.hf_files import check_adapter, check_weights
-from longstraw.data import check_data, check_held_out, tokenizer_folder
+from longstraw.data import check_data, held_out_configs, tokenizer_folder
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -25,7 +25,7 @@ def check_inputs(config: RunConfig) -> None:
             check_weights(folder, layers=config.model.num_hidden_layers, embedding=embedding)
         check_data(config)
         if config.evaluate.every is not None:
-            check_held_out(config)
+            held_out_configs(config)
     if config.hardware.python is None:  # another Python has its own packages
         _check_packages(config)
 

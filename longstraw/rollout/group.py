@@ -24,6 +24,8 @@ from longstraw.observer import Observer
 from longstraw.rollout.sampling import Samples, Sampling
 from longstraw.step import Retained
 
+Decide = Callable[[Callable[[], Any]], Any]
+
 
 class DriftError(ValueError):
     """A server whose log-probabilities are not those of the policy that it should answer with."""
@@ -49,7 +51,7 @@ class Policy:
 
     model: Decoder
     retained: Retained
-    decide: Callable[[Callable[[], Any]], Any] = decide_here  # one rank of the prompt finds it out, all get the result
+    decide: Decide = decide_here  # one rank of the prompt finds it out, all get the result
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,22 @@ def append_row(run_dir: str | Path, row: dict[str, Any], attempt: int | None = N
     return path
 
 
+def write_evaluation(run_dir: Path, row: dict[str, Any], config: RunConfig) -> Path:
+    """Append the row of an evaluation that belongs to no running job to ``run_dir``; return the file."""
+    path = evaluations.evaluations_path(run_dir, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    row = _with_constants(row, {**constant_keys(config), **startup_facts(config.processes.backend), "attempt": 0})
+    with JsonlWriter(path, fresh=False) as lines:
+        lines.write(complete(row, evaluations.KEYS))
+    check(row, evaluations.KEYS)
+    return path
+
+
+def _with_constants(row: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of an evaluation with those ``constants`` that such rows have."""
+    return {**{key: value for key, value in constants.items() if key in evaluations.KEYS}, **row}
+
+
 @dataclass(frozen=True)
 class RunIdentity:
     """Identify a job: ``run_id`` is the same over all its attempts; ``sweep`` is its command's folder."""
@@ -158,7 +174,7 @@ class Recorder:
         """Write the row of an evaluation into its own file; keys of the listing in ``evaluations``, else as ``log``."""
         if self._lines is None:
             return
-        row = {**{key: value for key, value in self._constants.items() if key in evaluations.KEYS}, **row}
+        row = _with_constants(row, self._constants)
         full = complete(row, evaluations.KEYS)
         if self._evaluations is None:  # a job without evaluations has no such file
             path = evaluations.evaluations_path(self.path.parent, self.attempt)

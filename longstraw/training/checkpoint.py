@@ -157,6 +157,12 @@ class Checkpoints:
             return self.newest
         return None
 
+    def restore(self, place: Path) -> None:
+        """Read the checkpoint in ``place``, of whatever run; raise ``CheckpointMismatchError`` if it is broken."""
+        if wrong := _wrong(place, read_state(place)):
+            raise CheckpointMismatchError(f"{place} is broken: {wrong}")
+        self._read(place)
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return all that is written, by name."""
         tensors = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}

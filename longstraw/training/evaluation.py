@@ -8,6 +8,7 @@ from typing import Any
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Holder, Observer
 from longstraw.rollout.evaluation import HeldOut, answers, held_out
+from longstraw.rollout.group import Decide, decide_here
 from longstraw.tracking.evaluations import summary
 from longstraw.tracking.run_folder import read_evaluations
 from longstraw.training.checkpoint import any_rank
@@ -37,18 +38,20 @@ class Evaluations:
             return
         watch = self.trainer.watch
         watch.progress.step = step
-        self.trainer.shared = None  # a prompt that steps shared: the next step would drop it too
-        row = evaluate(self.trainer.model, self._prompts, watch)
+        self.trainer.shared = None  # a prompt that steps shared: the next step evaluates its own
+        parallel = self.trainer.parallel
+        decide = decide_here if parallel is None else parallel.mesh.decide
+        row = evaluate(self.trainer.model, self._prompts, watch, decide)
         self.keeper.attempt_keys(step)  # raises if a later attempt has begun
         self.keeper.recorder.log_evaluation({"step": step, **row})
 
 
-def evaluate(model: Decoder, prompts: HeldOut, watch: Monitor) -> dict[str, Any]:
+def evaluate(model: Decoder, prompts: HeldOut, watch: Monitor, decide: Decide = decide_here) -> dict[str, Any]:
     """Return the keys of a row that the answers of ``model`` and the measurement by ``watch`` give."""
     watch.start()
     found = []
-    with watch.verb("evaluate", len(prompts)):
-        for answer in answers(model, prompts, _Within(watch)):
+    with watch.verb("evaluate", len(prompts.numbers())):
+        for answer in answers(model, prompts, _Within(watch), decide):
             watch.progress.advance(1)
             found.append(answer)
     watch.peaks.collect()

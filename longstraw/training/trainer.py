@@ -361,7 +361,7 @@ def build_trainer(
     ``task``, ``mesh`` and what makes the model are the configured ones where none are given. Adapters for a server go
     to ``run_dir``.
     """
-    task, make_model = task or build_task(config), make_model or _model
+    task, make_model = task or build_task(config), make_model or configured_model
     config = with_scores(config, task)
     torch.manual_seed(config.seed)
     if mesh is None and config.hardware.world_size > 1:
@@ -381,7 +381,7 @@ def build_trainer(
     return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
 
 
-def _model(config: RunConfig, mesh: Mesh | None) -> Spread:
+def configured_model(config: RunConfig, mesh: Mesh | None = None) -> Spread:
     """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
     device = torch.device(config.hardware.backend)
     if mesh is not None:

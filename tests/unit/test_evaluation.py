@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_loop import job, rows
+from test_loop import rows
 from test_rollout import LLAMA, LowTokens, sampled_job
 
 from longstraw.config import ConfigError
-from longstraw.data import DataError
+from longstraw.data import DataError, held_out_configs
 from longstraw.data.made import MadeTask
 from longstraw.launch.inputs import check_inputs
 from longstraw.models import build_model
 from longstraw.models.decoder import Decoder
-from longstraw.rollout.evaluation import HeldOut, answers
+from longstraw.rollout.evaluation import HeldOut, answers, held_out
 from longstraw.tracking.evaluations import KEYS, Answer, depth_label, mean_interval, summary
 from longstraw.tracking.job_table import table
 from longstraw.tracking.recorder import RunIdentity
@@ -26,7 +26,14 @@ from longstraw.training.loop import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = {"steps": 3, "checkpoint": {"every": 1}, "evaluate": {"every": 2, "examples": 3}}
-LOOKUP = {"model": LLAMA, "data": {"name": "lookup"}, "context": 420, "group_size": 2, **STEPS}
+LOOKUP = {
+    "model": LLAMA,
+    "data": {"name": "lookup"},
+    "context": 420,
+    "group_size": 2,
+    "optimizer": {"lr": 1e-2},
+    **STEPS,
+}
 VARYING = ("seconds", "attempt", "run_id", "command", "started_at", "peak_allocated_bytes")
 
 
@@ -102,8 +109,20 @@ def test_each_prompt_is_evaluated_once_and_each_token_too(monkeypatch):
     assert len({answer.response for answer in found}) > 1
 
 
+def low_bytes(self, example, responses):
+    """Reward the share of bytes below 64: a model without training gets some of it, so that its steps change it."""
+    return [float((ids < 64).mean()) for ids in responses]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rewarded():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MadeTask, "reward", low_bytes)
+        yield
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(rewarded, tmp_path_factory):
     """Run a job that is never interrupted; return its folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_job(sampled_job(**LOOKUP), folder, RunIdentity("x"))
@@ -123,7 +142,8 @@ def test_a_job_evaluates_before_the_first_step_in_between_and_after_the_last(who
     first, _, last = read_evaluations(whole)
     assert [row["step"] for row in read_evaluations(whole)] == [0, 2, 3]
     assert list(first) == list(KEYS)
-    assert first["success"] == sum(answer["reward"] for answer in first["answers"]) / 3
+    assert first["success"] == pytest.approx(sum(answer["reward"] for answer in first["answers"]) / 3)
+    assert first["samples"] != last["samples"]  # the steps changed the model
     assert all(answer["id"].startswith("lookup-0-heldout-") for answer in first["answers"])
     assert [answer["id"] for answer in first["answers"]] == [answer["id"] for answer in last["answers"]]
     assert first["samples"][0]["prompt_end"].endswith("\nAnswer: ")
@@ -143,13 +163,13 @@ def test_the_temperature_of_evaluations_is_their_own(whole, tmp_path):
 
 def interrupt(monkeypatch, call):
     """Send SIGTERM to this process while evaluation number ``call`` rewards its second response."""
-    real, made_calls = MadeTask.reward, []
+    calls = []
 
     def reward(self, example, responses):
-        made_calls.extend([1] * ("heldout" in example.id))
-        if len(made_calls) == call and "heldout" in example.id:
+        calls.extend([1] * ("heldout" in example.id))
+        if len(calls) == call and "heldout" in example.id:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, example, responses)
+        return low_bytes(self, example, responses)
 
     monkeypatch.setattr(MadeTask, "reward", reward)
 
@@ -174,13 +194,13 @@ def test_a_job_asked_to_end_in_an_evaluation_resumes_with_the_same_rows(
 KILLED = """
 import os, sys
 sys.path[:0] = {paths!r}
-from test_evaluation import LOOKUP, MadeTask, RunIdentity, run_job, sampled_job
-real, calls = MadeTask.reward, []
+from test_evaluation import LOOKUP, MadeTask, RunIdentity, low_bytes, run_job, sampled_job
+calls = []
 def reward(self, example, responses):
     calls.extend([1] * ("heldout" in example.id))
     if len(calls) == 5:
         os.kill(os.getpid(), 9)
-    return real(self, example, responses)
+    return low_bytes(self, example, responses)
 MadeTask.reward = reward
 from pathlib import Path
 run_job(sampled_job(**LOOKUP), Path({folder!r}), RunIdentity("x"))
@@ -203,20 +223,54 @@ def test_a_job_killed_in_an_evaluation_resumes_with_the_same_rows(whole, tmp_pat
     ("changes", "reason"),
     [
         ({"evaluate": {"every": 0}}, "evaluate.every=0"),
-        ({"evaluate": {"every": 1}, "refresh_every": 2, "prompt_grad": "detached"}, "multiple of refresh_every=2"),
+        ({"evaluate": {"every": 1}, "rollout": "given", "stop": []}, "needs rollout=sample"),
+        ({"evaluate": {"every": 1}, "refresh_every": 2, "prompt_grad": "detached"}, "multiples of refresh_every=2"),
+        (
+            {"evaluate": {"every": 2}, "refresh_every": 2, "prompt_grad": "detached", "warmup_steps": 1, "steps": 2},
+            "warmup_steps=1 must be multiples",
+        ),
         ({"evaluate": {"contexts": ["24"]}}, "leaves no prompt in 24"),
         ({"evaluate": {"contexts": ["4Kb"]}}, "evaluate.contexts: "),
-        ({"evaluate": {"every": 1}, "hardware": {"gpus_per_node": 2}}, "one process"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(changes, reason):
     with pytest.raises(ConfigError, match=reason):
-        job(**changes)
+        sampled_job(**changes)
 
 
-def test_a_task_without_held_out_prompts_is_refused_before_the_job(tmp_path):
-    config = job(evaluate={"every": 1}, mode="run")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"data": {"name": "needle"}}, "data=needle has no held-out prompts"),
+        ({"evaluate": {"path": "a.jsonl"}}, "so without evaluate.path"),
+        ({"data": {"name": "jsonl", "path": "a.jsonl"}, "reward": "math:sqrt"}, "prompts of evaluate.path=FILE"),
+    ],
+)
+def test_data_without_held_out_prompts_are_refused(changes, reason):
+    with pytest.raises(DataError, match=reason):
+        held_out_configs(sampled_job(**changes))
+
+
+def test_a_launch_checks_the_held_out_prompts(tmp_path):
     with pytest.raises(DataError, match="data=needle has no held-out prompts"):
-        check_inputs(config)
+        check_inputs(sampled_job(evaluate={"every": 1}, mode="run"))
     with pytest.raises(DataError, match="nothing is evaluated with it"):
-        run_job(config, tmp_path, RunIdentity("x"))
+        held_out(sampled_job(), object())
+
+
+def short(completions, **_):
+    """Reward short responses, as a user's function would."""
+    return [float(len(text) < 8) for text in completions]
+
+
+def test_a_users_held_out_prompts_are_rewarded_by_their_function(tmp_path):
+    path = tmp_path / "heldout.jsonl"
+    lines = [{"prompt": "once " * n, "depth": 0.5, "difficulty": n, "answer": "x"} for n in (3, 4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"data": {"name": "jsonl", "path": "not read"}, "reward": f"{__name__}:short", "model": LLAMA}
+    prompts = held_out(sampled_job(**changes, evaluate={"path": str(path), "examples": 5}))
+    row = summary(list(answers(build_model(prompts.config.model), prompts)))
+    assert [answer["length"] for answer in row["answers"]] == [15, 20]  # two lines: none is asked twice
+    assert [*row["by_difficulty"]] == ["3", "4"]
+    assert [*row["by_depth"]] == ["0.4-0.6"]
+    assert row["success"] == sum(len(sample["response"]) < 8 for sample in row["samples"]) / 2

@@ -32,6 +32,7 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
     {"longstraw.launch"},
     {"longstraw.plan", "longstraw.audit", "longstraw.status", "hydra_plugins"},
     {"longstraw.run"},
+    {"longstraw.evaluate"},  # makes a folder of runs as run does
     {"longstraw.__main__"},
 ]
 
