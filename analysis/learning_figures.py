@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis.figures import COLORS
-from analysis.learning import Run, depth_by_length, in_order
+from analysis.learning_runs import Run, depth_by_length, in_order
 from analysis.records import note
 
 MAPS = 4  # heat maps in a figure

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from analysis import learning
-from analysis.learning import depth_by_length, depth_table, load_runs, shown
 from analysis.learning_figures import draw_learning
+from analysis.learning_runs import depth_by_length, depth_table, load_runs, shown
 from longstraw.tracking.evaluations import KEYS, Answer, mean_interval, summary
 from longstraw.tracking.schema import complete, to_line
 
