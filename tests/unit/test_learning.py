@@ -10,7 +10,7 @@ import pytest
 
 from analysis import learning
 from analysis.learning_figures import draw_learning
-from analysis.learning_runs import depth_by_length, depth_table, load_runs, shown
+from analysis.learning_runs import COLUMNS, depth_by_length, depth_table, load_runs, shown
 from longstraw.tracking.evaluations import KEYS, Answer, mean_interval, summary
 from longstraw.tracking.schema import complete, to_line
 
@@ -136,7 +136,7 @@ def test_whatever_a_run_lacks_is_said_and_costs_no_other(mixed, capsys):
 def test_the_csv_has_every_point(mixed, capsys):
     assert learning.main([str(mixed), "--csv", "-"]) == 0
     frame = pd.read_csv(io.StringIO(capsys.readouterr().out))
-    assert frame.columns.tolist() == learning.COLUMNS
+    assert frame.columns.tolist() == COLUMNS
     assert frame.groupby("kind").size().to_dict() == {"held-out": 5, "training": 20 + 7 + 2 + 20}
     alone = frame[frame["run_id"] == "alone"]
     assert alone["seconds"].isna().all()
