@@ -14,7 +14,7 @@ from longstraw.config.data import (
     RolloutsConfig,
 )
 from longstraw.config.evaluation import EvaluateConfig
-from longstraw.config.hardware import HardwareConfig, LaunchConfig, SimulationConfig
+from longstraw.config.hardware import HardwareConfig, LaunchConfig, RatesConfig, SimulationConfig
 from longstraw.config.model import (
     INNER_CHUNK,
     available,
@@ -69,6 +69,7 @@ __all__ = [
     "ModelConfig",
     "NeedleConfig",
     "OptimizerConfig",
+    "RatesConfig",
     "RolloutsConfig",
     "RunConfig",
     "ServerConfig",

@@ -11,6 +11,30 @@ from longstraw.config.checks import ConfigError, check_ranges, choose, number
 
 
 @dataclass
+class RatesConfig:
+    """What one device reaches on its own, for predicted times; sources stand in ``conf/hardware``. None: not known."""
+
+    products: float | None = number(None, 0, 1e6, above=True)  # TFLOP/s of matrix products in 16 bit
+    products_float32: float | None = number(None, 0, 1e6, above=True)  # the same in float32
+    scan: float | None = number(None, 0, 1e6, above=True)  # the same of the gated delta rule and its convolution
+    attention: float | None = number(None, 0, 1e6, above=True)  # TFLOP/s of softmax attention
+    attention_backward: float | None = number(None, 0, 1e6, above=True)  # and of its backward
+    chosen_rows: float | None = number(None, 0, 1e6, above=True)  # and of attention to chosen rows
+    scores: float | None = number(None, 0, 1e6, above=True)  # and of the scores by which they are chosen
+    memory: float | None = number(None, 0, 1e6, above=True)  # TB/s, read and written
+    links: float | None = number(None, 0, 1e6, above=True)  # GB/s that a rank sends within a node
+    links_across: float | None = number(None, 0, 1e6, above=True)  # GB/s that a rank sends to other nodes
+    operation_us: float | None = number(None, 0, 1e6)  # of the host for each operation it dispatches
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "hardware.rates")
+
+    @property
+    def known(self) -> bool:
+        return None not in vars(self).values()
+
+
+@dataclass
 class HardwareConfig:
     """Where a job runs and what it asks of SLURM. ``ranks`` is nodes x gpus_per_node unless set (on a CPU: 1)."""
 
@@ -24,6 +48,7 @@ class HardwareConfig:
     gpu: str | None = None  # the name in --gres=gpu:NAME:COUNT
     memory_gb: float | None = number(None, 0, 1e6, above=True)  # of one device; None: not known, nothing is refused
     reserve_gb: float = number(0.0, 0, 1e6)  # kept for the CUDA context and communication buffers
+    rates: RatesConfig = field(default_factory=RatesConfig)
     cpus_per_task: int | None = number(None, 1, 2**16)
     host_memory_gb: float | None = number(None, 0, 1e7, above=True)
     time_min: int = number(24 * 60, 1, 2**24)  # the job's limit in minutes, on SLURM and for local subprocesses alike

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstraw.config import inner_chunk
 from longstraw.config.architectures.qwen3_6 import HybridConfig
 from longstraw.layers.flops import weight_flops
 from longstraw.layers.norm import GatedRMSNorm
 from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.ops import Ops, segments
 from longstraw.ops.conv.step import causal_conv_step
+from longstraw.ops.delta.reference import rule_flops
 from longstraw.ops.delta.step import gated_delta_step
 from longstraw.ops.past import BranchPast
 from longstraw.state import DEFAULT_STORAGE, Carried, Past, RowStorage, Tensors
@@ -114,16 +114,8 @@ class GatedDeltaNet(nn.Module):
         return self.forward(x, past)[1]
 
     def flops(self, start: int, end: int, state_only: bool) -> int:
-        """Return the FLOPs of positions [start, end), all of which the state needs; C positions an inner chunk.
-
-        Of the gated delta rule in chunked form, by key heads k k^T and q k^T; by value heads the triangular solve of
-        K + V columns (half of the square), states read by keys and by queries, what a chunk adds of its own values, and
-        the state's update.
-        """
-        keys, values, chunk = self.key_dim, self.value_dim, inner_chunk(self.key_dim)
-        by_key_head = 2 * 2 * chunk * keys
-        by_value_head = chunk * (keys + values) + 2 * 2 * keys * values + 2 * chunk * values + 2 * keys * values
-        rule = self.key_heads * by_key_head + self.value_heads * by_value_head
+        """Return the FLOPs of positions [start, end), all of which the state needs."""
+        rule = rule_flops(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
         return (end - start) * (weight_flops(self) + rule + 2 * sum(self.widths) * self.taps)
 
     def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:

@@ -102,26 +102,41 @@ class TrafficMeter(TorchDispatchMode):
             if hasattr(cls, "__tensor_flatten__"):  # a wrapper (DTensor): it runs, its inner operations come here
                 return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
-            if name in COLLECTIVES:
-                names = (argument.name for argument in func._schema.arguments)
-                self._count(*COLLECTIVES[name], {**dict(zip(names, args, strict=False)), **kwargs})
+        message = message_of(func, args, kwargs)
+        if message is not None:
+            label = current_label()
+            if label == UNLABELLED:
+                label = BY_FSDP.get(message.collective, label)
+            self.sent[Sent(self._verb, message.collective, label)] += message.size
         return func(*args, **kwargs)
 
-    def _count(self, collective: str, name: str, given: Mapping[str, Any]) -> None:
-        """Count a collective that sends its argument ``name``."""
-        group = _group(given)
-        size, ranks = _bytes(given[name]), group.size()
-        splits = given.get("input_split_sizes")
-        if splits:
-            size = (sum(splits) - splits[group.rank()]) * (size // max(len(given[name]), 1))
-        else:
-            size = size * SENT[collective](ranks) // ranks
-        label = current_label()
-        if label == UNLABELLED:
-            label = BY_FSDP.get(collective, label)
-        self.sent[Sent(self._verb, collective, label)] += size
+
+class Message(NamedTuple):
+    """What this rank sends in one collective, in bytes, and to whom."""
+
+    collective: str
+    size: int
+    group: dist.ProcessGroup
+
+
+def message_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Message | None:
+    """Return what this rank sends in the operation ``func``, or None if it is no collective."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func._schema.name.partition("::")[2]
+    if name not in COLLECTIVES:
+        return None
+    collective, sent = COLLECTIVES[name]
+    names = (argument.name for argument in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    group = _group(given)
+    size, ranks = _bytes(given[sent]), group.size()
+    splits = given.get("input_split_sizes")
+    if splits:
+        size = (sum(splits) - splits[group.rank()]) * (size // max(len(given[sent]), 1))
+    else:
+        size = size * SENT[collective](ranks) // ranks
+    return Message(collective, size, group)
 
 
 def _group(given: Mapping[str, Any]) -> dist.ProcessGroup:

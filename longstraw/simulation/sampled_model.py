@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,10 @@ from torch import Tensor, nn
 
 from longstraw.config import RunConfig
 from longstraw.models.decoder import Block, Decoder
+from longstraw.parallel.fsdp import local_tensor
 from longstraw.state import Carried, Past, RetainedState, Tensors
+from longstraw.timing.meter import WorkMeter
+from longstraw.timing.work import BlockKind
 
 
 class SampledModel:
@@ -32,20 +37,20 @@ class SampledModel:
         self,
         model: Decoder,
         blocks: Sequence[tuple[Block, bool]],
-        chunks: Collection[int],
+        chunks: Collection[int] | None,
         graphs: int,
         make_gradient: Callable[[nn.Parameter], object],
         made: dict[Any, Made] | None = None,
     ):
         """Evaluate of prompts the ``chunks`` that start there, and of ``blocks``, which are all in order, those marked.
 
-        ``graphs`` is how many hold the branches of a group, one after another. The first block of each kind must be
-        marked; one that is not may be any of its kind. ``make_gradient`` allocates the gradient of a parameter of such
-        a one. ``made`` is filled, and may be given again for later steps; while it is empty the first chunk must be
-        evaluated.
+        ``chunks`` None: all, and all graphs. ``graphs`` is how many hold the branches of a group, one after another.
+        The first block of each kind must be marked; one that is not may be any of its kind. ``make_gradient`` allocates
+        the gradient of a parameter of such a one. ``made`` is filled, and may be given again for later steps; while it
+        is empty the first chunk must be evaluated.
         """
         self._model, self._chunks = model, chunks
-        self._graphs = {0, 1, graphs - 1}
+        self._graphs = {0, 1, graphs - 1} if chunks is not None else range(graphs)
         self._graph = itertools.cycle(range(graphs))  # a verb has all of them or none
         made = {} if made is None else made
         self._blocks = [
@@ -53,6 +58,16 @@ class SampledModel:
             for block, evaluated in blocks
         ]
         model._blocks = lambda: self._blocks  # type: ignore[method-assign, assignment, return-value]
+        self._work: WorkMeter | None = None
+
+    def count_work(self, meter: WorkMeter) -> list[BlockKind]:
+        """Let ``meter`` count by pieces and blocks from now on; return what each block has in common with others."""
+        self._work = meter
+        for i, block in enumerate(self._blocks):
+            block.count_work(meter, i)
+        keys = [signature(block._block) for block in self._blocks]
+        sizes = [sum(p.nbytes for p in block._block.parameters()) for block in self._blocks]
+        return [BlockKind(neighbours(keys, i), size) for i, size in enumerate(sizes)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -68,15 +83,19 @@ class SampledModel:
     ) -> Any:
         if self._is_evaluated(past[0].positions, state_only):
             return self._model(tokens, past, state_only, segments)
+        if self._work is not None:
+            self._work.skip()
         chunk = self._model.split(len(tokens))
         count, width = chunk.stop - chunk.start, self._model.config.hidden_size
         if state_only:
             return None, [block.update(layer, count) for block, layer in zip(self._blocks, past, strict=True)]
-        hidden = self._model.lm_head.weight.new_empty(count, width)
+        hidden = local_tensor(self._model.lm_head.weight.detach()).new_empty(count, width)
         return hidden.requires_grad_(torch.is_grad_enabled()), []
 
     def _is_evaluated(self, start: int, state_only: bool) -> bool:
-        return start in self._chunks if state_only else next(self._graph) in self._graphs
+        if state_only:
+            return self._chunks is None or start in self._chunks
+        return next(self._graph) in self._graphs
 
 
 @dataclass
@@ -95,16 +114,27 @@ class SampledBlock:
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         self._make_gradient = make_gradient
         self.carried = False  # whether its state is a summary
+        self._count: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._leave_out: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
 
+    def count_work(self, meter: WorkMeter, number: int) -> None:
+        """Let ``meter`` count this block as block ``number``, and nothing where it is stood in for."""
+        self._count, self._leave_out = partial(meter.block, number), partial(meter.block, None)
+
     def __call__(self, x: Tensor, past: Past, handed: Any, state_only: bool) -> Any:
         begins = self._parameters and torch.is_grad_enabled() and not x.requires_grad  # a graph begins here
         if self._evaluated or begins:
-            result = self._block(x, past, handed, state_only)
+            with self._count():
+                result = self._block(x, past, handed, state_only)
             self._learn(result[1], result[2] if result[2] is not handed else None)
             return result
+        with self._leave_out():
+            return self._stand_in(x, past, handed)
+
+    def _stand_in(self, x: Tensor, past: Past, handed: Any) -> Any:
         packed = past.chunk is not None and past.chunk.is_packed
         update = {} if self.carried and packed else self.update(past, len(x))
         update = {name: _KeepGradient.apply(x, rows) for name, rows in update.items()}
@@ -129,8 +159,9 @@ class SampledBlock:
 
     def _gradients(self) -> None:
         """Allocate the gradients of the parameters, in the first backward that comes here."""
-        for parameter in self._parameters:
-            self._make_gradient(parameter)
+        with self._leave_out():
+            for parameter in self._parameters:
+                self._make_gradient(parameter)
         self._parameters = []
 
 
@@ -178,9 +209,12 @@ def graphs(config: RunConfig) -> int:
 
 
 def sampled_chunks(config: RunConfig) -> set[int]:
-    """Return where the chunks start that decide a step's peak: the first, and the last two."""
+    """Return where the chunks start that decide a step's peak, the first and the last two, and the second.
+
+    From the second to the last but one the work of a chunk grows evenly: the first one has nothing before it.
+    """
     starts = range(0, config.prompt_positions - 1, config.chunk)
-    return {*starts[:1], *starts[-2:]}
+    return {*starts[:2], *starts[-2:]}
 
 
 def sampled_blocks(model: Decoder, sample: bool) -> list[tuple[Block, bool]]:

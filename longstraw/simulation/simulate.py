@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from longstraw.models.lora import add_adapter
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
 from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
+from longstraw.timing.meter import WorkMeter
+from longstraw.timing.work import BlockKind, step_flops, step_seconds
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
 
@@ -40,17 +42,29 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
     """
     config = replace(config, measure_drift=False)
     every = config.simulation.every
-    with fake_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter:
+    work = WorkMeter(config.hardware) if config.hardware.rates.known else None
+    with fake_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter, work or nullcontext():
         with unset_fake_temporarily():  # a group looks at its values
             task = RandomTask(config, fake.from_tensor)
-        watch = _Watch(meter, progress or Progress(None))
+        watch = _Watch(meter, progress or Progress(None), work)
         trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model)
         facts = model_facts(trainer)
-        sample_model(trainer, blocks=True)
+        kinds = sample_model(trainer, blocks=True, work=work)
         gc.collect()
         for step in _steps(trainer):
             watch.progress.step = step
-            yield {**facts, **trainer.step(step), "stepped_over": not every, **dict.fromkeys(TIMES)}
+            row = {**facts, **trainer.step(step), "stepped_over": not every, **dict.fromkeys(TIMES)}
+            yield row | (predicted_times(work, kinds, config.hardware.backend) if work is not None else {})
+
+
+def predicted_times(work: WorkMeter, kinds: list[BlockKind], backend: str) -> dict[str, Any]:
+    """Return what the record says of the time that the counted work takes; only GPUs compute while the host goes on."""
+    bound = step_seconds(work.verbs, kinds, overlap=backend == "cuda")
+    return {
+        "predicted_seconds_by_verb": {verb: sum(parts.values()) for verb, parts in bound.items()},
+        "predicted_bound_by_verb": bound,
+        "rank_flops_by_verb": step_flops(work.verbs, kinds),
+    }
 
 
 def _steps(trainer: Trainer) -> list[int]:
@@ -65,11 +79,25 @@ def _steps(trainer: Trainer) -> list[int]:
 class _Watch(Monitor):
     """Has garbage collected between verbs: what the first use of PyTorch's own parts leaves is no part of a step."""
 
+    def __init__(self, meter: MemoryMeter, progress: Progress, work: WorkMeter | None):
+        super().__init__(meter, progress)
+        self._work = work
+
+    def start(self) -> None:
+        super().start()
+        if self._work is not None:
+            self._work.reset()
+
     @contextmanager
     def verb(self, name: str, positions: int) -> Iterator[None]:
         gc.collect()
-        with super().verb(name, positions):
+        with super().verb(name, positions), self._work.verb(name) if self._work is not None else nullcontext():
             yield
+
+    def advance(self, positions: int) -> None:
+        super().advance(positions)
+        if self._work is not None:
+            self._work.advance()
 
 
 def fake_model(config: RunConfig, mesh: Mesh | None, cut: Callable[[Decoder], object] = lambda model: None) -> Spread:

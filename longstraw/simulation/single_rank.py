@@ -20,21 +20,31 @@ from longstraw.ops.host_sync import use_stated_counts
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import SampledModel, graphs, sampled_blocks, sampled_chunks
+from longstraw.timing.meter import WorkMeter
+from longstraw.timing.work import BlockKind
 from longstraw.training.trainer import Trainer
 
 T = TypeVar("T")
 TIMES = ("seconds", "seconds_by_verb")  # where work was left out they are not the step's
 
 
-def sample_model(trainer: Trainer, *, blocks: bool) -> None:
-    """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set."""
-    if trainer.config.simulation.every:
-        return
+def sample_model(trainer: Trainer, *, blocks: bool, work: WorkMeter | None = None) -> list[BlockKind]:
+    """Let only what decides a step's peak be evaluated, blocks too if asked, unless ``simulation.every`` is set.
+
+    With ``work``, let it count by pieces and blocks, and return the kinds of blocks.
+    """
+    every, kinds = trainer.config.simulation.every, []
+    if every and work is None:
+        return []
     make_gradient = trainer.optimizer.make_gradient
-    for name in ("model", "reference"):
+    for name in ("reference", "model"):
         if (model := getattr(trainer, name)) is not None:
-            chosen = sampled_blocks(model, blocks), sampled_chunks(trainer.config)
-            setattr(trainer, name, SampledModel(model, *chosen, graphs(trainer.config), make_gradient))
+            chosen = sampled_blocks(model, blocks and not every), None if every else sampled_chunks(trainer.config)
+            sampled = SampledModel(model, *chosen, graphs(trainer.config), make_gradient)
+            setattr(trainer, name, sampled)
+            if work is not None:
+                kinds = sampled.count_work(work)
+    return kinds
 
 
 class SingleRankMesh(Mesh):

@@ -130,6 +130,9 @@ KEYS = keys_of("""
     bytes_sent_by_collective       dict   sent by one rank, by collective operation
     seconds                        float  the whole step
     seconds_by_verb                dict   prefill, sample, score, replay, prompt_backward, optimizer
+    predicted_seconds_by_verb      dict   of a simulated step, from hardware.rates: see docs/time.md
+    predicted_bound_by_verb        dict   the same seconds by what binds: products, attention, memory, links, launches
+    rank_flops_by_verb             dict   arithmetic of the simulated rank, counted operation by operation
     flops                          float  arithmetic of the step by formula, over all ranks
     model_flops_utilization        float  flops over seconds and the device's peak
     loss                           float  of the policy, over the groups; in a warm-up step minus the log-probability

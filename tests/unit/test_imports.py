@@ -13,11 +13,18 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
     {"longstraw", "longstraw.units", "longstraw.errors", "longstraw.config"},
     {"longstraw.ops"},
     {"longstraw.group", "longstraw.observer"},
-    {"longstraw.grpo", "longstraw.state", "longstraw.memory", "longstraw.runtime", "longstraw.tracking"},
+    {
+        "longstraw.grpo",
+        "longstraw.state",
+        "longstraw.memory",
+        "longstraw.timing",
+        "longstraw.runtime",
+        "longstraw.tracking",
+    },
     {"longstraw.layers", "longstraw.data"},
     {"longstraw.models"},
     {"longstraw.step", "longstraw.rollout", "longstraw.parallel", "longstraw.selfcheck", "longstraw.fetch"},
-    {"longstraw.memory.estimate"},
+    {"longstraw.memory.estimate", "longstraw.timing.meter"},
     {
         "longstraw.tracking.constants",
         "longstraw.tracking.recorder",
@@ -49,6 +56,7 @@ DOORWAYS = {  # the modules, or packages with all they hold, in which a dependen
     "fla": {f"longstraw.ops.{op}.kernels" for op in OPS},
     "torch.distributed": {
         "longstraw.parallel",
+        "longstraw.timing.meter",
         "longstraw.runtime",
         "longstraw.training.checkpoint",
         "longstraw.simulation",

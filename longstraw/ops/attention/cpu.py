@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
+from longstraw.ops.flops import Flops, OpFlops, pairs
 from longstraw.ops.host_offload import QueryGradients
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -51,6 +52,20 @@ def part_backward(
 
 operand_type = reference.operand_type
 rows_backward = partial(reference.rows_backward, part_backward=part_backward)
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False) -> int:
+    return 4 * q.shape[1] * q.shape[3] * pairs(q.shape[2], k.shape[2], causal)
+
+
+def _backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flags: bool) -> int:
+    return 10 * q.shape[1] * q.shape[3] * pairs(q.shape[2], k.shape[2], flags[1])
+
+
+FLOPS: Flops = {
+    _forward: OpFlops("attention", _forward_flops),
+    _backward: OpFlops("attention_backward", _backward_flops),
+}
 
 
 def _queries(x: Tensor, causal: bool) -> Tensor:

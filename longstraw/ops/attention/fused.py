@@ -10,12 +10,15 @@ bfloat16 and float16 use these kernels; other types the plain reference, except 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
 from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.flops import Flops, OpFlops, pairs
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.kernel_workspace import flash_backward_bytes, flash_forward_bytes
 from longstraw.ops.lazy_module import LazyModule
@@ -124,6 +127,30 @@ def _attention_rows_backward(
 @_attention_rows_backward.register_fake
 def _(grad: Tensor, q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+def _flash_forward_flops(q: Tensor, k: Tensor, *rest: Any) -> int:
+    _, count, heads, width = q.shape
+    return 4 * heads * width * pairs(count, k.shape[1], rest[6])
+
+
+def _flash_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> int:
+    _, count, heads, width = q.shape
+    return 10 * heads * width * pairs(count, k.shape[1], rest[8])
+
+
+def _rows_backward_flops(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> int:
+    """Three products for the gradient of queries; four for that of rows, which makes scores and weights again."""
+    heads, count, width = q.shape
+    graded = rest[4]
+    return 2 * heads * count * width * (3 * len(k) + 4 * (0 if graded is None else len(graded)))
+
+
+FLOPS: Flops = {  # PyTorch's counter takes the flash operators' tensors as [batch, head, position]: they are not
+    torch.ops.aten._flash_attention_forward: OpFlops("attention", _flash_forward_flops),
+    torch.ops.aten._flash_attention_backward: OpFlops("attention_backward", _flash_backward_flops),
+    torch.ops.longstraw.attention_rows_backward: OpFlops("attention_backward", _rows_backward_flops),
+}
 
 
 def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.conv import reference
 from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.flops import Flops, OpFlops
 from longstraw.ops.kernel_workspace import conv_backward_bytes, conv_forward_bytes
 from longstraw.ops.lazy_module import LazyModule
 
@@ -72,6 +73,12 @@ def conv_backward(
 @conv_backward.register_fake
 def _(x: Tensor, weight: Tensor, tail: Tensor, grad: Tensor, grad_tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(tail)
+
+
+FLOPS: Flops = {  # the backward makes the forward again
+    torch.ops.longstraw.conv_forward: OpFlops("scan", lambda x, weight, *_: 2 * len(x) * weight.numel()),
+    torch.ops.longstraw.conv_backward: OpFlops("scan", lambda x, weight, *_: 6 * len(x) * weight.numel()),
+}
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:

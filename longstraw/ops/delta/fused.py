@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.delta import reference
 from longstraw.ops.fake_workspace import scratch
+from longstraw.ops.flops import Flops, OpFlops
 from longstraw.ops.kernel_workspace import delta_backward_bytes, delta_forward_bytes
 from longstraw.ops.lazy_module import LazyModule
 
@@ -76,6 +77,21 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, v, g, beta, state = (torch.empty_like(x) for x in (q, k, v, g, beta, state))
     return q, k, v, g, beta, state
+
+
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> int:
+    return len(v) * reference.rule_flops(k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+
+
+def _backward_flops(*inputs: Tensor) -> int:
+    """The forward's products made again, and two for each of them."""
+    return 3 * _forward_flops(*inputs)
+
+
+FLOPS: Flops = {
+    torch.ops.longstraw.gated_delta_forward: OpFlops("scan", _forward_flops),
+    torch.ops.longstraw.gated_delta_backward: OpFlops("scan", _backward_flops),
+}
 
 
 def _sizes(k: Tensor, v: Tensor) -> tuple[int, ...]:

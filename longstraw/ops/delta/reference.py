@@ -110,6 +110,18 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return result.to(dtype), state.flatten(0, 1)
 
 
+def rule_flops(key_heads: int, value_heads: int, keys: int, values: int) -> int:
+    """Return the FLOPs of one position in chunked form; ``keys`` and ``values`` are the heads' widths.
+
+    By key heads k k^T and q k^T; by value heads the triangular solve of K + V columns (half of the square), states read
+    by keys and by queries, what a chunk adds of its own values, and the state's update.
+    """
+    chunk = inner_chunk(keys)
+    by_key_head = 2 * 2 * chunk * keys
+    by_value_head = chunk * (keys + values) + 2 * 2 * keys * values + 2 * chunk * values + 2 * keys * values
+    return key_heads * by_key_head + value_heads * by_value_head
+
+
 def normalise(x: Tensor) -> Tensor:
     """Return queries or keys ``x`` [..., K] of length 1, in at least float32."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))

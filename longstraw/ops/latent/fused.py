@@ -10,10 +10,12 @@ I index heads, D index width, S index keys of a part.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longstraw.ops.flops import Flops, OpFlops
 from longstraw.ops.host_offload import QueryGradients
 from longstraw.ops.latent.reference import Buffers, Rows
 from longstraw.ops.lazy_module import LazyModule
@@ -130,6 +132,32 @@ def _best_rows(
 @_best_rows.register_fake
 def _nothing(*_: object) -> None:
     """Allocate nothing."""
+
+
+def _chosen(latent: Tensor, rows: Tensor) -> int:
+    """Return how many (query, row) pairs are evaluated here, where the ranks have even shares of the chosen rows."""
+    return rows.numel() * len(latent) // max(len(rows), 1)
+
+
+def _forward_flops(q: Tensor, past: Tensor, past_rope: Tensor, latent: Tensor, rope: Tensor, *rest: Any) -> int:
+    return 2 * q.shape[1] * (q.shape[2] + latent.shape[1]) * _chosen(latent, rest[0])
+
+
+def _backward_flops(grad: Tensor, q: Tensor, past: Tensor, past_rope: Tensor, latent: Tensor, *rest: Any) -> int:
+    """Scores, their gradient and that of queries; if rows have a gradient, that of keys and of values too."""
+    keys, values, graded = q.shape[2], latent.shape[1], rest[9] is not None
+    return 2 * q.shape[1] * ((2 + graded) * keys + (1 + graded) * values) * _chosen(latent, rest[1])
+
+
+def _scores_flops(q: Tensor, weights: Tensor, key: Tensor, *_: Any) -> int:
+    return 2 * q.shape[0] * q.shape[1] * (q.shape[2] + 1) * len(key)
+
+
+FLOPS: Flops = {
+    torch.ops.longstraw.latent_forward: OpFlops("chosen_rows", _forward_flops),
+    torch.ops.longstraw.latent_backward: OpFlops("chosen_rows", _backward_flops),
+    torch.ops.longstraw.latent_best_rows: OpFlops("scores", _scores_flops),
+}
 
 
 def _compacted(rows: Tensor, queries: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longstraw.ops.flops import Flops, OpFlops
 from longstraw.ops.lazy_module import LazyModule
 from longstraw.ops.logprob import reference
 
@@ -101,6 +102,16 @@ def _logit_gradients(
 @_logit_gradients.register_fake
 def _(*_: object) -> None:
     return None
+
+
+def _logits_flops(hidden: Tensor, weight: Tensor, *_: object) -> int:
+    return 2 * hidden.numel() * len(weight)
+
+
+FLOPS: Flops = {
+    torch.ops.longstraw.reduce_logits: OpFlops("products", _logits_flops),
+    torch.ops.longstraw.logit_gradients: OpFlops("products", _logits_flops),
+}
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
