@@ -74,6 +74,9 @@ def test_a_causal_part_counts_the_pairs_that_are_seen():
     flops = flops_of(aten._flash_attention_forward.default, (q, q, q, None, None, 10, 10, 0.0, True, False), {}, None)
     assert flops[0] == 4 * 2 * 4 * 55
     assert fused.FLOPS.keys().isdisjoint(cpu.FLOPS)
+    q = torch.randn(1, 2, 1100, 4)  # a processor's operator evaluates tiles of 512 rows whole
+    seen = 512 * 512 + 512 * 1024 + 76 * 1100
+    assert flops_of(cpu._forward.default, (q, q, q, 0.0, True), {}, None)[0] == 4 * 2 * 4 * seen
 
 
 @pytest.fixture

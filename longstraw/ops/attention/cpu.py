@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from longstraw.ops.attention import reference
-from longstraw.ops.flops import Flops, OpFlops, pairs
+from longstraw.ops.flops import Flops, OpFlops
 from longstraw.ops.host_offload import QueryGradients
 
+ROW_TILE = 512  # rows that the operator evaluates at a time
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -54,12 +55,20 @@ operand_type = reference.operand_type
 rows_backward = partial(reference.rows_backward, part_backward=part_backward)
 
 
+def _pairs(queries: int, rows: int, causal: bool) -> int:
+    """Return how many pairs of query and row are evaluated: causal ones in whole tiles of rows."""
+    if not causal:
+        return queries * rows
+    starts = range(0, rows, ROW_TILE)
+    return sum(min(ROW_TILE, queries - start) * min(start + ROW_TILE, rows) for start in starts)
+
+
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False) -> int:
-    return 4 * q.shape[1] * q.shape[3] * pairs(q.shape[2], k.shape[2], causal)
+    return 4 * q.shape[1] * q.shape[3] * _pairs(q.shape[2], k.shape[2], causal)
 
 
 def _backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *flags: bool) -> int:
-    return 10 * q.shape[1] * q.shape[3] * pairs(q.shape[2], k.shape[2], flags[1])
+    return 10 * q.shape[1] * q.shape[3] * _pairs(q.shape[2], k.shape[2], flags[1])
 
 
 FLOPS: Flops = {
