@@ -6,8 +6,9 @@ A row shows what was done, not what was asked for: the positions that were evalu
 Keys in which the jobs differ are columns; those with one value are printed once, above the table.
 
 A job's peak is the largest over its steps; predicted, retained and state gradient bytes are of the same step; "step
-time" is the median over finished steps. One GB is 10^9 bytes. Of each step the highest attempt counts. Jobs that
-failed, ran out of memory or were refused have a row too.
+time" is the median over finished steps, "predicted time" what the longest simulated step would take (docs/time.md). One
+GB is 10^9 bytes. Of each step the highest attempt counts. Jobs that failed, ran out of memory or were refused have a
+row too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,18 @@ _BYTES = {
     "retained": "retained_bytes",
     "state grad": "state_gradient_bytes",
 }
-_RIGHT = ("asked context", "positions", "group", "ratio", "step time", "ranks", "chunk", "paper GB", "paper seconds")
+_RIGHT = (
+    "asked context",
+    "positions",
+    "group",
+    "ratio",
+    "step time",
+    "predicted time",
+    "ranks",
+    "chunk",
+    "paper GB",
+    "paper seconds",
+)
 REASON = 48  # characters of an error that a table shows; the CSV has it whole
 
 
@@ -48,6 +60,9 @@ def summarize(job: Job) -> dict[str, Any]:
     """Return a job's row in exact values."""
     peak = max(job.steps, key=lambda row: row["peak_allocated_bytes"] or -1, default=job.last)
     seconds = [row["seconds"] for row in job.finished if row["seconds"] is not None]
+    predicted = [
+        sum(row["predicted_seconds_by_verb"].values()) for row in job.steps if row["predicted_seconds_by_verb"]
+    ]
     summary = {key: job.known(key) for key in [*CASE, *SETUP, *_PROVENANCE]} | {key: peak[key] for key in _OF_PEAK}
     if summary["predicted_peak_bytes"] is None:  # a job refused as too large has no step, only a prediction
         summary["predicted_peak_bytes"] = job.known("predicted_peak_bytes")
@@ -65,6 +80,7 @@ def summarize(job: Job) -> dict[str, Any]:
         "attempt": job.last["attempt"],
         "steps": len(job.finished),
         "seconds": statistics.median(seconds) if seconds else None,
+        "predicted_seconds": max(predicted, default=None),
     }
 
 
@@ -78,10 +94,12 @@ def capacity(jobs: Sequence[Job]) -> pd.DataFrame:
         ]
         frame[column] = pd.array(values, dtype="Int64")  # of pandas' own conversions, those with gaps go by floats
     frame["ratio"] = (frame["predicted_peak_bytes"] / frame["peak_allocated_bytes"]).astype("Float64")
-    frame["seconds"] = pd.array(frame["seconds"], dtype="Float64")
+    for column in ("seconds", "predicted_seconds"):
+        frame[column] = pd.array(frame[column], dtype="Float64")
     frame["peak_gb"] = (frame["peak_allocated_bytes"] / GB).astype("Float64")
     frame = frame.sort_values([*CASE, "world_size", "run_id"], key=_sortable, na_position="first", ignore_index=True)
-    first = [*CASE, "positions", "status", "error", "peak_gb", *_BYTES.values(), "ratio", "seconds"]
+    first = [*CASE, "positions", "status", "error", "peak_gb", *_BYTES.values(), "ratio"]
+    first += ["seconds", "predicted_seconds"]
     return frame[first + [column for column in frame.columns if column not in first]]
 
 
@@ -123,6 +141,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
         table["paper seconds"] = frame["paper_seconds"].map(lambda v: "" if pd.isna(v) else f"{v:,.1f}")
     table["ratio"] = frame["ratio"].map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
     table["step time"] = frame["seconds"].map(lambda value: "" if pd.isna(value) else format_seconds(value))
+    if frame["predicted_seconds"].notna().any():
+        table["predicted time"] = frame["predicted_seconds"].map(lambda s: "" if pd.isna(s) else format_seconds(s))
     table["evidence"] = frame["evidence"].map(lambda value: text(value) or "none")
     table["commit"] = [_commit(row) for row in rows]
     return table

@@ -3,9 +3,9 @@
     python -m benchmarks.clock [model=qwen3_6_tiny] [context=2Ki] [response=64] [chunk=512] [adapter=none]
 
 Rates are calibrated by small operations in the model's own sizes: a matrix product, attention and its backward over one
-tile of rows and an addition, and the host by a step that computes almost nothing. With them a simulation predicts each verb of one step; the same
-step is run, detached and exact. Weights are drawn. One thread, CPU time of the process, so that what else the machine
-does counts little; the meter of memory is on, as in every run.
+tile of rows and an addition, and the host by a step that computes almost nothing. With them a simulation predicts each
+verb of one step; the same step is run, detached and exact. Weights are drawn. One thread, CPU time of the process, so
+that what else the machine does counts less; the meter of memory is on, as in every run.
 """
 
 from __future__ import annotations

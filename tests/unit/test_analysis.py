@@ -57,6 +57,17 @@ def test_a_job_is_one_row_with_its_worst_peak_and_median_seconds(tmp_path):
     assert (row["ratio"], row["seconds"], row["steps"]) == (10.0, 3.0, 3)
 
 
+def test_predicted_times_have_a_column_where_there_are_any(tmp_path, capsys):
+    steps = [{"prefill": 3000.0, "replay": 60.0}, {"replay": 60.0}]
+    write(tmp_path / "a", [{"step": i, "predicted_seconds_by_verb": verbs} for i, verbs in enumerate(steps)])
+    assert table_of(tmp_path / "a")["predicted_seconds"].tolist() == [3060.0]
+    assert capacity.main([str(tmp_path)]) == 0
+    assert " 51 min 00 s |" in capsys.readouterr().out
+    write(tmp_path / "b", [{"step": 0, "seconds": 1.0}])
+    assert capacity.main([str(tmp_path / "b")]) == 0
+    assert "predicted time" not in capsys.readouterr().out
+
+
 def test_integers_stay_exact_in_csv(tmp_path, capsys):
     exact = 2**60 + 1  # no float64
     write(tmp_path / "a", [{"step": 0, "peak_allocated_bytes": exact}])
