@@ -33,6 +33,7 @@ from longstraw.step import grpo_step
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
+BEYOND_CACHES = 2**24  # numbers
 ROUNDS, SECONDS = 5, 0.2  # of which the median counts, and how long one lasts
 
 
@@ -74,8 +75,8 @@ def calibrate(config: RunConfig) -> RatesConfig:
     forward = 4 * pairs / seconds(lambda: cpu.part_forward(q, k, v, causal=False, scale=1.0))
     queries = QueryGradients(q, q, *cpu.part_forward(q, k, v, causal=False, scale=1.0))
     backward = 10 * pairs / seconds(lambda: cpu.part_backward(queries, k, v, causal=False, scale=1.0))
-    out = torch.empty_like(x)
-    memory = 3 * x.nbytes / seconds(lambda: torch.add(x, x, out=out))
+    a, b, out = torch.empty(3, BEYOND_CACHES).unbind()
+    memory = 3 * a.nbytes / seconds(lambda: torch.add(a, b, out=out))
     compute = dict.fromkeys(("products", "products_float32", "scan"), products / 1e12)
     compute |= {"attention": forward / 1e12, "attention_backward": backward / 1e12}
     compute |= dict.fromkeys(("chosen_rows", "scores"), forward / 1e12)
