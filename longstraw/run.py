@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,17 @@ if __name__ == "__main__":  # Ctrl-C while the rest is loaded ends the command w
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from longstraw.config import ConfigError, available, conf_dir, use_conf_dirs
-from longstraw.config.overrides import FILES, FOLDERS, RUN_FOLDERS, Typed, check, is_list, plain_value, value_types
+from longstraw.config.overrides import (
+    FILES,
+    FOLDERS,
+    RUN_FOLDERS,
+    Typed,
+    check,
+    is_list,
+    plain_value,
+    users_folders,
+    value_types,
+)
 from longstraw.errors import os_error, os_reason
 from longstraw.runtime.process_info import process_info
 from longstraw.tracking.command_line import typed_command
@@ -151,7 +160,7 @@ def _start(quiet: bool) -> None:
     parser, arguments = _options()
     given = arguments.overrides
     sweep = arguments.multirun or any(text.startswith(("sweep=", "hydra.mode=")) for text in given)
-    use_conf_dirs(_users_folders(arguments.config_dir, given))
+    use_conf_dirs(users_folders(arguments.config_dir, given))
     typed = parse(given, sweep=sweep)
     check(typed)
     if sweep and process_info().by == "torchrun":
@@ -169,16 +178,6 @@ def _start(quiet: bool) -> None:
     hydra.version.setbase("1.3")
     arguments.overrides = [argument.text for argument in typed]
     _run_hydra(arguments, parser, _job, str(conf_dir()), "config")
-
-
-def _users_folders(config_dir: str | None, given: Sequence[str]) -> list[Path]:
-    """Return the folders of the user's own option files, named by ``--config-dir`` and ``hydra.searchpath``."""
-    named = [] if config_dir is None else [config_dir]
-    for text in given:
-        key, _, value = text.partition("=")
-        if key == "hydra.searchpath":
-            named += [part.strip().strip("'\"") for part in value.strip("[]").split(",") if part.strip()]
-    return [Path(name.removeprefix("file://")).expanduser() for name in named if not name.startswith("pkg://")]
 
 
 def _options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:

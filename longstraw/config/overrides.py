@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
@@ -23,6 +24,7 @@ from longstraw.units import parse_count
 
 FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint", "evaluate.path")
 RUN_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+SEARCH_PATH = "hydra.searchpath"
 FOLDERS = ("model", "hardware", "adapter", "data", "algorithm", "optimizer", "sweep")  # groups with a choice
 
 
@@ -35,6 +37,16 @@ class Typed:
     values: tuple[Any, ...] = ()
     prefix: str = ""
     package: str | None = None
+
+
+def users_folders(config_dir: str | None, arguments: Sequence[str]) -> list[Path]:
+    """Return the folders of the user's own option files, named by ``--config-dir`` and ``hydra.searchpath``."""
+    named = [] if config_dir is None else [config_dir]
+    for text in arguments:
+        key, _, value = text.partition("=")
+        if key == SEARCH_PATH:
+            named += [part.strip().strip("'\"") for part in value.strip("[]").split(",") if part.strip()]
+    return [Path(name.removeprefix("file://")).expanduser() for name in named if not name.startswith("pkg://")]
 
 
 def check(arguments: Sequence[Typed]) -> None:

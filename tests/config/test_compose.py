@@ -1,3 +1,5 @@
+"""`conf/` composed by Hydra into typed configurations: defaults, checkpoints' own sizes, and what is refused."""
+
 import json
 
 import pytest

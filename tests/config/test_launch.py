@@ -1,3 +1,5 @@
+"""What a sweep's jobs are checked for and frozen with, how they reach SLURM, and how bad ends are recorded."""
+
 import dataclasses
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the launcher does about ranks that are gone: their words become the record, those that stand are ended."""
+"""The launcher and ranks that are gone: what they wrote of it becomes the record, and the others are ended."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The README's main job as it stands, with nothing put in any place: a sweep of real steps, then its capacity table."""
+"""The README's main job as it is, with nothing replaced: a sweep of real steps, then its capacity table."""
 
 import json
 import os

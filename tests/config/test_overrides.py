@@ -1,3 +1,5 @@
+"""Arguments checked before Hydra composes them: every typo is named, with the nearest valid keys."""
+
 import pytest
 
 from longstraw.config import ConfigError

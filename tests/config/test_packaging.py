@@ -1,3 +1,5 @@
+"""What the wheel holds: every package, and `conf/` where it is found."""
+
 import os
 import shutil
 import subprocess

@@ -1,3 +1,5 @@
+"""Where a job runs (this process, this machine, SLURM, a simulation), and what is said where it cannot."""
+
 import subprocess
 
 import pytest

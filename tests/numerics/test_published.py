@@ -132,6 +132,46 @@ def test_a_tied_head_goes_in_and_out(tmp_path):
         load_model(tmp_path / "saved")
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def test_the_multimodal_mixture_of_experts_goes_in_and_out(tmp_path):
+    """As Qwen3.6-35B-A3B is published; its adapter too moves transformers' log-probabilities as ours."""
+    peft = pytest.importorskip("peft")
+    sizes = {key: value for key, value in TEXT.items() if key != "intermediate_size"}
+    text = sizes | EXPERTS | {"shared_expert_intermediate_size": 32, "experts_implementation": "eager"}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+    theirs = transformers.Qwen3_5MoeForConditionalGeneration(config).float().eval()
+    enlarge(theirs.named_parameters())
+    theirs.save_pretrained(tmp_path / "base")
+    model = load_model(tmp_path / "base")
+    group = make_group(model, 65, (12, 9))
+    assert furthest(score_fresh(model, group, chunk=64), hf_logprobs(theirs, group)) < SAME
+    group, before, after = stepped(model)
+    save_model(model, tmp_path / "saved")
+    again, info = type(theirs).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert furthest(hf_logprobs(again, group), after) < SAME
+    assert stored(tmp_path / "base").keys() == stored(tmp_path / "saved").keys()
+
+    model = add_adapter(load_model(tmp_path / "base"), AdapterConfig(name="lora", rank=4, alpha=8))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02)
+    save_adapter(model, tmp_path / "adapter")
+    adapted = score_fresh(model, group, chunk=64)
+    served = hf_logprobs(peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter"), group)
+    assert furthest(served, adapted) < SAME
+    assert furthest(served, before) > 100 * SAME
+
+    expert = "model.language_model.layers.2.mlp.experts.1.up_proj.weight"
+    tensors = {name: tensor for name, tensor in stored(tmp_path / "base").items() if name != expert}
+    save_file(tensors, tmp_path / "base" / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 tensors of the model are missing: model\.layers\.2\.mlp\.experts\.1"):
+        load_model(tmp_path / "base")
+
+
 def test_a_cut_says_that_it_predicts_no_further_tokens(published, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="longstraw"):
         save_model(load_model(published[0], num_hidden_layers=2), tmp_path / "cut")
@@ -293,6 +333,10 @@ def test_wide_tensors_of_a_narrow_checkpoint_are_rounded_as_transformers_does(pu
     assert all(tensor.dtype == theirs[n].dtype and torch.equal(tensor, theirs[n]) for n, tensor in rounded.items())
     assert not any(torch.equal(rounded[n], tensor) for n, tensor in wide.items())
     caplog.clear()
-    kept = load_model(tmp_path, dtype="float32").state_dict()
+    model = load_model(tmp_path, dtype="float32")
     assert not caplog.records
-    assert all(torch.equal(kept[n], tensor) for n, tensor in wide.items())
+    assert all(torch.equal(model.state_dict()[n], tensor) for n, tensor in wide.items())
+    group, _, after = stepped(model)
+    save_model(model, tmp_path / "saved")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert furthest(hf_logprobs(read, group), after) < SAME

@@ -1,3 +1,5 @@
+"""The SLURM that the other tests of this folder run on is configured as they expect."""
+
 import pytest
 
 pytestmark = pytest.mark.slurm

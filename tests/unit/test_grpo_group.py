@@ -1,3 +1,5 @@
+"""A group: what it accepts and converts, and what it refuses, with the reason."""
+
 import math
 
 import numpy as np

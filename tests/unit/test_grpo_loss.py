@@ -1,3 +1,5 @@
+"""Advantages, loss and gradient against numbers worked out by hand and finite differences."""
+
 import math
 import statistics
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""The user's own prompts, one a line: what is read, cut, skipped and refused, with file, line and reason."""
+
 import gzip
 import json
 import math

@@ -1,3 +1,5 @@
+"""Made tasks: exact lengths, answers that the prompt gives, rewards, and held-out prompts apart."""
+
 import re
 
 import numpy as np

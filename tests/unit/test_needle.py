@@ -1,3 +1,5 @@
+"""The needle task: exact lengths, depths, rewards, hay of every kind, the same group for the same step."""
+
 import json
 import re
 

@@ -43,6 +43,20 @@ def test_sizes_are_those_of_a_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("longstraw.plan: /nowhere/config.json: not there")
 
 
+@pytest.mark.parametrize("how", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
+def test_a_users_own_option_files_are_found(tmp_path, capsys, how):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [qwen3_6_tiny]\nname: mine\nnum_hidden_layers: 4\n")
+    words = ["model=mine", "hardware=cpu", "adapter=none", "optimizer=none", "prompt_grad=detached", "chunk=64"]
+    try:
+        assert plan.main([how.format(tmp_path), *words]) == 2  # as far as the memory, which is not given
+        assert "hardware=cpu has no memory_gb" in capsys.readouterr().err
+        assert plan.compose(plan.parse(words)).model.num_hidden_layers == 4
+    finally:
+        assert plan.main([*words]) == 2
+    assert "model='mine' is not one of" in capsys.readouterr().err
+
+
 SMALL = ["model=qwen3_6_tiny", "model.dtype=bfloat16", "chunk=16384", "hardware.gpus_per_node=2"]
 
 

@@ -1,3 +1,5 @@
+"""How this process was started and which rank it is; the first failure written counts."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""The user's reward function, called as TRL or verl call it, and what its mistakes look like."""
+
 import math
 import threading
 

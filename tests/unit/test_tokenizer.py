@@ -1,3 +1,5 @@
+"""Tokenizers and chat templates of checkpoints, and bytes where there is none."""
+
 import json
 
 import numpy as np

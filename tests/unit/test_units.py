@@ -1,3 +1,5 @@
+"""Counts, bytes and seconds as people write and read them."""
+
 import pytest
 
 from longstraw.units import format_bytes, format_count, format_seconds, parse_count

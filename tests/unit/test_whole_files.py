@@ -1,3 +1,5 @@
+"""Files that are replaced as a whole: a reader sees the old content or the new one."""
+
 import os
 
 import pytest
