@@ -7,6 +7,8 @@ import torch
 from counting import Counting, count
 
 from longstraw.config import HardwareConfig, SimulationConfig, from_dict, load_model_config, to_dict
+from longstraw.memory import fit
+from longstraw.memory.estimate import counts
 from longstraw.simulation.emulate import emulate
 from longstraw.simulation.sampled_model import ends
 from longstraw.simulation.simulate import simulate
@@ -14,6 +16,7 @@ from longstraw.simulation.single_rank import expert_token_counts
 from longstraw.training.monitor import Progress
 
 BLOCK = 512
+BAR = 0.01  # of the peak, as for one process in test_estimate_count
 APART = 8 * BLOCK  # numbers that a process makes once, such as the state of a generator
 
 CUT = {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -80,6 +83,38 @@ def test_every_rank_holds_what_is_simulated(ranks, model, world, changes):
     counted = ranks(world).run(Counting(config))
     rank = world - 1 if model == "glm_5_2_tiny" else 0
     assert_alike(counted[rank], simulated(config, rank))
+
+
+def missed(counted, said):
+    """Name what a prediction misses of a rank's count: the peak's verb, any verb's bytes, or a kind's at the peak."""
+    verbs, kinds = counted
+    verbs = {verb: size for verb, size in verbs.items() if verb != "other"}
+    assert verbs.keys() == said.by_verb.keys()
+    pairs = {verb: (said.by_verb[verb], size) for verb, size in verbs.items()}
+    pairs |= {kind: (size, kinds[kind]) for kind, size in said.by_kind.items()}
+    bar = BAR * max(verbs.values())
+    far = [f"{name} {a} for {b}" for name, (a, b) in pairs.items() if abs(a - b) > bar]
+    return far if verbs[said.verb] == max(verbs.values()) else [*far, f"at {said.verb}"]
+
+
+@pytest.fixture
+def nothing_is_known(monkeypatch, tmp_path):
+    monkeypatch.setattr(counts, "_counted", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("model", CUTS)
+def test_every_rank_holds_what_is_predicted(ranks, model, nothing_is_known):
+    config = job(model, ranks=2, context=265)  # shorter, the mixture holds as much in two verbs
+    said = fit.predicted(config)
+    for counted in ranks(2).run(Counting(config)):
+        assert missed(counted, said) == []
+
+
+def test_the_prediction_of_a_longer_prompt_is_another(ranks, nothing_is_known):
+    config = job("llama_tiny", ranks=2)
+    counted, _ = ranks(2).run(Counting(config))
+    assert missed(counted, fit.predicted(replace(config, context=config.context + config.chunk)))
 
 
 def test_the_comparison_sees_what_is_left_out():
