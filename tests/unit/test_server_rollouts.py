@@ -12,7 +12,7 @@ from longstraw.config import ConfigError, load_model_config, to_dict
 from longstraw.memory.meter import MemoryMeter
 from longstraw.rollout.client import RefusedError, ServerError
 from longstraw.rollout.group import DriftError, response_seeds
-from longstraw.rollout.served import ServedSource
+from longstraw.rollout.served import Probe, ServedSource, _check_moved
 from longstraw.tracking.recorder import RunIdentity
 from longstraw.training.loop import run_job
 from longstraw.training.monitor import Monitor, Progress
@@ -197,7 +197,7 @@ def test_other_weights_are_noticed_within_one_sync(serve, tmp_path):
 def test_an_adapter_that_is_left_out_is_noticed_within_one_sync(serve, tmp_path):
     server = serve()
     server.ignores_adapters = True
-    with pytest.raises(DriftError, match=r"log-probabilities moved by .* and the server's by 0.000; it leaves"):
+    with pytest.raises(DriftError, match=r"log-probabilities moved by .* and the server's by 0\.00 of that; it leaves"):
         steps(server, tmp_path, 2, served={"max_drift": 100})
 
 
@@ -209,6 +209,23 @@ def test_a_stale_cache_is_noticed_within_one_sync(serve, tmp_path):
         server.stale = True
         with pytest.raises(DriftError, match="answers from caches of the one before"):
             trainer.step(1)
+
+
+def probes(noise, share):
+    """Log-probabilities before and after a step of which a server with rounding noise took a share."""
+    draw = torch.Generator().manual_seed(0)
+    ours, step = (torch.randn(63, generator=draw, dtype=torch.float64) for _ in range(2))
+    rounding = [noise * torch.randn(63, generator=draw, dtype=torch.float64) for _ in range(2)]
+    moved = 0.15 * step
+    return Probe(ours, ours + rounding[0]), Probe(ours + moved, ours + share * moved + rounding[1])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+def test_a_server_in_bfloat16_is_told_from_one_that_leaves_the_adapter_out(noise):
+    """A real one's log-probabilities of unlikely tokens are some hundredths off, each time otherwise."""
+    _check_moved(*probes(noise, 1.0), "url")
+    with pytest.raises(DriftError):
+        _check_moved(*probes(noise, 0.0), "url")
 
 
 def test_log_probabilities_of_another_temperature_are_noticed(serve, tmp_path):
