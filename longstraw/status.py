@@ -26,7 +26,7 @@ from longstraw.launch.slurm import LAG_SECONDS, WAITING, Known, Queue, advice
 from longstraw.launch.spec import SPEC
 from longstraw.runtime.process_info import is_copy, is_running
 from longstraw.tracking.job_table import aligned
-from longstraw.tracking.run_folder import has_result, read_json, read_steps
+from longstraw.tracking.run_folder import has_result, progress_place, read_json, read_steps
 from longstraw.units import format_bytes, format_seconds
 
 COLUMNS = ("job", "state", "preempted", "step", "positions", "peak bytes", "doing", "log")
@@ -85,7 +85,7 @@ class Status:
         if self.state != "running" or not {"verb", "done", "total"} <= set(now):
             return ""
         counts = f" {now['done']:,}/{now['total']:,}" if now["total"] else ""
-        return f"step {now.get('step', 0) + 1} {now['verb']}{counts}"
+        return f"{progress_place(now)} {now['verb']}{counts}"
 
 
 def find_jobs(path: Path) -> list[Status]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from longstraw.tracking.run_folder import last_row, read_json
+from longstraw.tracking.run_folder import last_row, progress_place, read_json
 from longstraw.units import format_seconds
 
 LINE_SECONDS = 30.0  # between two lines on one job's progress, without a terminal
@@ -48,7 +48,7 @@ class JobLine:
             return "starting"
         step, verb, done, total = now.get("step", 0), now["verb"], now["done"], now["total"]
         counts = f" {done:,}/{total:,}" if total else ""
-        text = f"step {step + 1}/{self.steps}  {verb}{counts}"
+        text = f"{progress_place(now, f'/{self.steps}')}  {verb}{counts}"
         return text + self._left((step, verb), done, total)
 
     def _left(self, verb: tuple[Any, ...], done: float, total: float) -> str:

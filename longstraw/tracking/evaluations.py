@@ -52,7 +52,7 @@ KEYS = keys_of("""
     response_length_mean  float  tokens
     prefilled_positions   int    prompt positions evaluated, once a prompt
     sampled_positions     int    tokens drawn
-    peak_allocated_bytes  int    most bytes allocated at once during the evaluation
+    peak_allocated_bytes  int    most bytes allocated at once during the evaluation, on rank 0
     seconds               float  the whole evaluation
     answers               list   of each prompt id, length, depth, difficulty, reward, tokens
     samples               list   of a few prompts id, the end of the prompt, response and reward

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longstraw.tracking.run_folder import read_json, read_steps
+from longstraw.tracking.run_folder import read_evaluations, read_json, read_steps
 from longstraw.tracking.schema import carried_gradient, status_word
 from longstraw.units import format_bytes, format_seconds
 
@@ -23,7 +23,7 @@ def table(run_dirs: Sequence[Path], *, errors: bool = True) -> str:
         rows.append(_cells(run_dir.name, config, records))
         if records and records[-1].get("error"):
             reasons.append(f"job {run_dir.name}: {records[-1]['status']}: {records[-1]['error']}")
-        notes += _notes(run_dir.name, config, records)
+        notes += _notes(run_dir.name, config, records) + _evaluated(run_dir)
     head = dict(zip(COLUMNS, COLUMNS, strict=True))
     return "\n".join([aligned([head, *rows], COLUMNS, LEFT), *dict.fromkeys(notes), *(reasons if errors else [])])
 
@@ -37,6 +37,17 @@ def _notes(name: str, config: dict[str, Any], records: list[dict[str, Any]]) -> 
     if records and records[-1].get("advantage_abs_mean") and _loss(records[-1]) == "0":
         notes.append("loss 0: on policy each ratio is 1 and the advantages sum to 0; grad_norm is not 0")
     return notes
+
+
+def _evaluated(run_dir: Path) -> list[str]:
+    """Return what a job's evaluations came to, in one line."""
+    found = [row for row in read_evaluations(run_dir) if row.get("success") is not None]
+    if not found:
+        return []
+    first, last = found[0], found[-1]
+    before = f", {first['success']:.3f} after {first['step']}" if first is not last else ""
+    told = f"success {last['success']:.3f} on {last['examples']} held-out prompts after {last['step']} steps{before}"
+    return [f"job {run_dir.name}: {told}"]
 
 
 def _loss(row: dict[str, Any]) -> str:

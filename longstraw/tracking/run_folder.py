@@ -71,6 +71,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def progress_place(progress: dict[str, Any], of: str = "") -> str:
+    """Return where a job is by its progress file: ``step 3``, or ``after step 2`` in an evaluation; ``of`` follows."""
+    step = progress.get("step", 0)
+    return f"after step {step}{of}" if progress["verb"] == "evaluate" else f"step {step + 1}{of}"
+
+
 def has_result(run_dir: Path) -> bool:
     """Return whether a job has a final result; a preempted job has none."""
     return read_json(run_dir / "result.json").get("status") not in (None, "preempted")

@@ -7,6 +7,8 @@ import numpy as np
 from longstraw.config import RunConfig
 from longstraw.data.task import DataError, Example
 from longstraw.memory.meter import MemoryMeter
+from longstraw.rollout.evaluation import answers, held_out
+from longstraw.rollout.group import decide_here
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
@@ -48,3 +50,20 @@ class Training:
 
     def run(self, world):
         return train(self.config)
+
+
+def evaluate(config):
+    """Return the answers to held-out prompts, and how often a reward was asked for."""
+    task = FirstToken(config.model.vocab_size)
+    with MemoryMeter() as meter:
+        trainer = build_trainer(config, Monitor(meter, Progress(None)), task=task)
+        decide = decide_here if trainer.parallel is None else trainer.parallel.mesh.decide
+        return list(answers(trainer.model, held_out(config, task), decide=decide)), task.asked
+
+
+@dataclass
+class Evaluating:
+    config: RunConfig
+
+    def run(self, world):
+        return evaluate(self.config)

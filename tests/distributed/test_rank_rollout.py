@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import Training, train
+from rollouts import Evaluating, Training, evaluate, train
 
-from longstraw.config import from_dict, load_model_config, to_dict
+from longstraw.config import EvaluateConfig, from_dict, load_model_config, to_dict
 
 CUT = {
     "qwen3_6_tiny": {"num_hidden_layers": 2, "full_attention_interval": 2},
@@ -67,3 +67,15 @@ def test_ranks_train_on_the_groups_of_one_process(ranks, model, world, dp):
         losses = [alone_row["loss"] for alone_row, _ in wanted]
         assert row["loss"] == pytest.approx(sum(losses) / dp, abs=1e-12)
         assert row["status"] == "ok"
+
+
+@pytest.mark.parametrize(("model", "world", "dp"), [("qwen3_6_tiny", 2, 1), ("glm_5_2_tiny", 4, 2)])
+def test_ranks_evaluate_as_one_process_and_one_rewards(ranks, model, world, dp):
+    asked = EvaluateConfig(examples=4, temperature=1.0)
+    wanted, _ = evaluate(replace(job(model), evaluate=asked))
+    assert len({answer.tokens for answer in wanted}) > 1  # some are ended by a stop token
+    for rank, (found, rewarded) in enumerate(
+        ranks(world).run(Evaluating(replace(job(model, world, dp), evaluate=asked)))
+    ):
+        assert found == wanted
+        assert rewarded == (0 if rank % (world // dp) else 4)

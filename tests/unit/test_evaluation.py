@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def evaluated(folder):
 
 
 def trained(folder):
-    keys = ("step", "loss", "grad_norm", "reward_mean", "sampled_positions")
+    keys = ("step", "loss", "grad_norm", "reward_mean", "sampled_positions", "peak_allocated_bytes")
     return [[row[key] for key in keys] for row in rows(folder)]
 
 
@@ -188,7 +189,10 @@ def test_a_job_asked_to_end_in_an_evaluation_resumes_with_the_same_rows(
     assert evaluated(tmp_path) == evaluated(whole)
     written = [json.loads(line)["step"] for path in tmp_path.glob("evaluations*") for line in path.open()]
     assert sorted(written) == [0, 2, 3]  # none twice
-    assert "preempted" not in table([tmp_path])
+    line = table([tmp_path])
+    assert "preempted" not in line
+    first, last = (read_evaluations(whole)[at]["success"] for at in (0, -1))
+    assert f"success {last:.3f} on 3 held-out prompts after 3 steps, {first:.3f} after 0" in line
 
 
 KILLED = """
@@ -215,8 +219,11 @@ def test_a_job_killed_in_an_evaluation_resumes_with_the_same_rows(whole, tmp_pat
     assert [row["step"] for row in read_evaluations(tmp_path)] == [0]
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"schema": 1, "step": 2, "suc')  # a line that the kill tore
+    shutil.rmtree(tmp_path / "checkpoints")  # all steps are repeated, the recorded evaluation is not
     run_job(sampled_job(**LOOKUP), tmp_path, RunIdentity("x", attempt=1))
     assert evaluated(tmp_path) == evaluated(whole)
+    again = [json.loads(line)["step"] for line in (tmp_path / "evaluations.1.jsonl").open()]
+    assert again == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from longstraw.launch.logs import failed_tail, tail
 from longstraw.launch.manifest import find_entry
 from longstraw.launch.result import record_failure
 from longstraw.runtime.process_info import process_identity
-from longstraw.tracking.run_folder import read_json, read_rows, read_steps, write_json
+from longstraw.tracking.run_folder import progress_place, read_json, read_rows, read_steps, write_json
 
 
 @pytest.fixture
@@ -219,6 +219,12 @@ def test_logs_by_job_and_rank(tmp_path, capsys):
     assert status.main([str(tmp_path / "s"), "--job", "0", "--rank", "2"]) == 2
     assert status.main([str(tmp_path / "s"), "--job", "5"]) == 2
     assert tail(tmp_path / "none") == []
+
+
+def test_an_evaluation_is_after_a_step():
+    at = {"step": 2, "done": 3, "total": 16}
+    assert progress_place({**at, "verb": "replay"}) == "step 3"
+    assert progress_place({**at, "verb": "evaluate"}, "/2") == "after step 2/2"
 
 
 def test_records_over_attempts_have_each_step_once(tmp_path):
