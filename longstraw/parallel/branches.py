@@ -10,6 +10,8 @@ rotary key, I index heads, K chosen rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,17 @@ from longstraw.parallel.collectives import Group, labelled
 from longstraw.parallel.latent_context_parallel import SpreadLatent, last_chosen, widened
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, past: BranchPast, group: Group, *, scale: float, parts: AttentionParts
-) -> Tensor:
+class SpreadRows(NamedTuple):
+    """The ranks that hold the rows, a rank's own attention to them, and the scale of scores."""
+
+    group: Group
+    parts: AttentionParts
+    scale: float
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, past: BranchPast, spread: SpreadRows) -> Tensor:
     """Return the attention output [t, H, D] of ``q`` [t, H, D]; ``k``, ``v`` [t, N, D] are the new position's rows."""
+    group, parts, scale = spread
     count = _count(past)
     with labelled("attention"):
         widths = [q.shape[1], k.shape[1], v.shape[1]]

@@ -58,7 +58,7 @@ class ContextParallel:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, past: Past, *, scale: float) -> Tensor:
         assert past.chunk is not None
         if isinstance(past, BranchPast):
-            return branches.attend(q, k, v, past, self._group, scale=scale, parts=self._ops.attention)
+            return branches.attend(q, k, v, past, branches.SpreadRows(self._group, self._ops.attention, scale))
         spread = (self._group, self._ops.attention)
         return _SpreadAttention.apply(q, k, v, past.pair("key", "value"), scale, past.chunk, spread)
 
