@@ -110,7 +110,7 @@ def test_a_job_trains_on_what_the_function_rewards(tmp_path):
     ("changes", "reason"),
     [
         ({"reward": None}, "data=jsonl needs reward="),
-        ({"rollout": "given"}, "is for drawn responses"),
+        ({"rollout": "given"}, "reward would not be used with rollout=given"),
         ({"data": {"name": "lookup"}}, "other tasks have their own"),
     ],
 )

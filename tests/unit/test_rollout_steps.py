@@ -75,7 +75,7 @@ def test_warm_up_steps_have_the_gradient_of_the_golden_answers_likelihood():
         states = prefill(model, prompt[:1], chunk=64).states  # nothing retained: the whole sequence has a graph
         tokens = torch.cat([prompt, answer[:-1]])
         hidden, _ = model(tokens, [state.leaves(0, grad=False) for state in states])
-        logits = model.logits(hidden[-4:])
+        logits = model.logits(hidden[-4:], 4)
         loss = loss - logits.log_softmax(-1).gather(-1, answer.unsqueeze(-1)).mean() / 2
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
