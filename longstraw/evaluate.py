@@ -46,8 +46,8 @@ from longstraw.tracking.recorder import write_evaluation
 from longstraw.tracking.run_folder import read_json
 from longstraw.training.checkpoint import STATE, Checkpoints, read_state
 from longstraw.training.evaluation import evaluate
+from longstraw.training.model import configured_model
 from longstraw.training.monitor import Monitor, Progress
-from longstraw.training.trainer import configured_model
 
 DEFAULTS = {"model": "qwen3_6_27b", "hardware": "cpu", "adapter": "auto", "data": "lookup"}
 DEFAULTS |= {"algorithm": "grpo", "optimizer": "adamw"}

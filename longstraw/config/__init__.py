@@ -25,17 +25,13 @@ from longstraw.config.model import (
     read_model_config,
     use_conf_dirs,
 )
+from longstraw.config.parts import AdapterConfig, CheckpointConfig, OptimizerConfig, StateConfig, TrackingConfig
 from longstraw.config.run import (
     COUNTS,
     GROUPS,
     MODES,
     PROMPT_GRADS,
-    AdapterConfig,
-    CheckpointConfig,
-    OptimizerConfig,
     RunConfig,
-    StateConfig,
-    TrackingConfig,
     from_composed,
     from_dict,
     gradient_start,

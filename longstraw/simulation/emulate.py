@@ -23,8 +23,9 @@ from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
 from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
+from longstraw.training.model import Spread
 from longstraw.training.monitor import Monitor, Progress
-from longstraw.training.trainer import Spread, build_trainer, model_facts
+from longstraw.training.trainer import build_trainer, model_facts
 
 
 def emulate(config: RunConfig, progress: Progress, watching: type[Monitor] = Monitor) -> Iterator[dict[str, Any]]:

@@ -30,8 +30,9 @@ from longstraw.parallel.parallelize import parallelize
 from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
 from longstraw.timing.meter import WorkMeter
 from longstraw.timing.work import BlockKind, step_flops, step_seconds
+from longstraw.training.model import Spread
 from longstraw.training.monitor import Monitor, Progress
-from longstraw.training.trainer import Spread, Trainer, build_trainer, model_facts
+from longstraw.training.trainer import Trainer, build_trainer, model_facts
 
 
 def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[dict[str, Any]]:

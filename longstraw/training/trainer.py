@@ -6,7 +6,6 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstraw.config import AdapterConfig, AlgorithmConfig, RunConfig, check_step_groups
+from longstraw.config import AlgorithmConfig, RunConfig, check_step_groups
 from longstraw.data import Task, build_task
 from longstraw.data.rollouts import RolloutsTask
 from longstraw.group import Group, StepTotals
 from longstraw.grpo import accumulated, branch_losses, step_factor
-from longstraw.models import build_model, load_model
 from longstraw.models.decoder import Decoder
-from longstraw.models.hf_save import save_model
-from longstraw.models.lora import adapters_off, add_adapter, save_adapter
-from longstraw.parallel.materialize import build_sharded, gather_model
+from longstraw.models.lora import adapters_off
 from longstraw.parallel.mesh import Mesh, build_mesh
 from longstraw.parallel.parallel_dims import ParallelDims, resolve_dims
 from longstraw.parallel.parallelize import Parallel
@@ -44,6 +40,7 @@ from longstraw.step import (
     skip_step,
 )
 from longstraw.training import step_record
+from longstraw.training.model import MakeModel, configured_model, save_policy
 from longstraw.training.monitor import Monitor
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.rank_metrics import reduce_rank_metrics
@@ -343,10 +340,6 @@ def with_scores(config: RunConfig, task: Task) -> RunConfig:
     return replace(config, algorithm=replace(config.algorithm, old_logprobs="score"))
 
 
-Spread = tuple[Decoder, Parallel | None]
-MakeModel = Callable[[RunConfig, Mesh | None], Spread]
-
-
 def build_trainer(
     config: RunConfig,
     watch: Monitor,
@@ -379,26 +372,6 @@ def build_trainer(
     optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
     source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
     return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
-
-
-def configured_model(config: RunConfig, mesh: Mesh | None = None) -> Spread:
-    """Return the model with its adapter, spread over the ranks where there is a mesh of them."""
-    device = torch.device(config.hardware.backend)
-    if mesh is not None:
-        parallel = build_sharded(config.model, config.adapter, mesh, seed=config.seed, device=device)
-        return parallel.model, parallel
-    if config.model.checkpoint is not None:
-        model = load_model(config.model.checkpoint, config=config.model, device=device)
-    else:
-        model = build_model(config.model, seed=config.seed, device=device)
-    return add_adapter(model, config.adapter, seed=config.seed), None
-
-
-def save_policy(model: Decoder, parallel: Parallel | None, adapter: AdapterConfig, folder: Path) -> None:
-    """Write the adapter in PEFT's format, or the model in transformers', to a new ``folder``; every rank takes part."""
-    whole = model if parallel is None else gather_model(parallel, adapter)
-    if whole is not None:  # rank 0 has it
-        (save_model if adapter.name == "none" else save_adapter)(whole, folder)
 
 
 def save_trained(trainer: Trainer, folder: Path) -> None:

@@ -32,9 +32,10 @@ from longstraw.simulation.sampled_model import Made, SampledModel, graphs, neigh
 from longstraw.simulation.simulate import fake_model
 from longstraw.simulation.single_rank import RandomTask, fake_rank
 from longstraw.step import prefill
+from longstraw.training.model import Spread
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.optimizer import Optimizer
-from longstraw.training.trainer import Spread, build_trainer
+from longstraw.training.trainer import build_trainer
 
 WORTH_PROCESSES = 8  # steps
 
