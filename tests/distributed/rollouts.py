@@ -41,15 +41,16 @@ def train(config, steps=1):
     with MemoryMeter() as meter:
         trainer = build_trainer(config, Monitor(meter, Progress(None)), task=task)
         rows = [trainer.step(step) for step in range(steps)]
-    return {"rows": rows, "asked": task.asked, "rollout": trainer.shared.rollout}
+    return {"rows": rows, "asked": task.asked, "rollout": trainer.shared and trainer.shared.rollout}
 
 
 @dataclass
 class Training:
     config: RunConfig
+    steps: int = 1
 
     def run(self, world):
-        return train(self.config)
+        return train(self.config, self.steps)
 
 
 def evaluate(config):

@@ -69,6 +69,30 @@ def test_ranks_train_on_the_groups_of_one_process(ranks, model, world, dp):
         assert row["status"] == "ok"
 
 
+def several(groups, ranks=1, dp=1, **algorithm):
+    """Return a job whose first step is supervised, on several groups, and whose second is on drawn ones."""
+    schedule = {"groups_per_step": groups, "refresh_every": 1, "prompt_grad": "exact", "warmup_steps": 1}
+    run = replace(job("qwen3_6_tiny", ranks, dp), **schedule)
+    return replace(run, algorithm=replace(run.algorithm, **algorithm))
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"normalize": "step", "scale_rewards": "batch"}])
+def test_groups_over_ranks_are_normalised_over_all_of_them(ranks, algorithm):
+    wanted = train(several(4, **algorithm), steps=2)["rows"]
+    for answer in ranks(4).run(Training(several(2, ranks=4, dp=2, **algorithm), steps=2)):
+        for row, target in zip(answer["rows"], wanted, strict=True):
+            assert (row["groups"], row["sampled_positions"]) == (4, target["sampled_positions"])
+            assert row["equal_groups"] == target["equal_groups"]
+            assert row["grad_norm"] == pytest.approx(target["grad_norm"], rel=1e-10)
+            assert row["loss"] == pytest.approx(target["loss"], abs=1e-12)
+            distance = "advantage_abs_mean"  # a supervised step has none
+            assert row.get(distance, 0) == pytest.approx(target.get(distance, 0), rel=1e-12)
+    assert wanted[1]["grad_norm"] > 0
+    if algorithm:  # negative control: another normalisation has another gradient
+        other = train(several(4), steps=2)["rows"][1]["grad_norm"]
+        assert abs(wanted[1]["grad_norm"] / other - 1) > 1e-3
+
+
 @pytest.mark.parametrize(("model", "world", "dp"), [("qwen3_6_tiny", 2, 1), ("glm_5_2_tiny", 4, 2)])
 def test_ranks_evaluate_as_one_process_and_one_rewards(ranks, model, world, dp):
     asked = EvaluateConfig(examples=4, temperature=1.0)
