@@ -78,6 +78,7 @@ class RunConfig:
     top_k: int | None = number(None, 1, 2**24)  # and from so many of them; None: all
     min_p: float = number(0.0, 0, 1)  # and from those at least so likely, relative to the likeliest
     stop: list[int] | None = number(None, 0, 2**31 - 1)  # token ids that end a response; null: the checkpoint's own
+    sample_batch: int | None = number(None, 1, 2**16)  # responses of a group drawn together; null: all
     resample: int = number(0, 0, 1000)  # draws again, at most, of a group whose rewards are equal
     overlong_buffer: int | None = number(
         None, 1, POSITIONS
@@ -143,8 +144,9 @@ class RunConfig:
         choose("rollout", self.rollout, ("given", "sample", "server"))
         drawn_from_some = self.top_p < 1 or self.top_k is not None or self.min_p > 0
         if self.rollout == "given":
-            keys = ("top_k", "stop", "resample", "mask_truncated", "overlong_buffer", "warmup_steps", "refresh_above")
-            if unused := [key for key in (*keys, "reward") if getattr(self, key) not in (None, [], 0, False)]:
+            keys = ("top_k", "stop", "sample_batch", "resample", "mask_truncated", "overlong_buffer", "warmup_steps")
+            more = ("refresh_above", "reward")
+            if unused := [key for key in keys + more if getattr(self, key) not in (None, [], 0, False)]:
                 raise ConfigError(f"{', '.join(unused)} would not be used with rollout=given; use rollout=sample")
             if drawn_from_some:
                 raise ConfigError("top_p and min_p would not be used with rollout=given; use rollout=sample")
@@ -154,9 +156,9 @@ class RunConfig:
                 f"reward={self.reward} with data={self.data.name}: data=jsonl needs reward=package.module:function for "
                 "drawn responses, and other tasks have their own"
             )
-        if self.mode in ("simulate", "emulate"):
-            raise ConfigError(f"mode={self.mode} evaluates no text: use rollout=given, or mode=run")
         if self.rollout == "server":
+            if self.mode in ("simulate", "emulate"):
+                raise ConfigError(f"mode={self.mode} asks no server: use rollout=given or sample, or mode=run")
             check_server(self.server, self.adapter.name, self.algorithm, from_some=drawn_from_some)
             if self.hardware.dp > 1:
                 raise ConfigError("rollout=server hands its adapters over for one prompt at a time: use hardware.dp=1")
@@ -202,6 +204,11 @@ class RunConfig:
             )
         if self.groups_per_step > 1:
             check_step_groups(self.algorithm)
+
+    @property
+    def drawn_together(self) -> int:
+        """Responses that are drawn together, if a group has so many."""
+        return self.sample_batch or self.group_size
 
     @property
     def updates(self) -> int:

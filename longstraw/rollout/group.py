@@ -72,12 +72,16 @@ class Rollout:
     """A group and how it came about."""
 
     group: Group  # its prompt on the model's device, the rest on the host
-    sampled_positions: int = 0  # of all draws, those with equal rewards included
+    sampled: tuple[int, ...] = ()  # the lengths of all responses drawn, those of equal rewards included
     resampled: int = 0  # draws before this one, whose rewards were equal
     truncated_fraction: float | None = None  # responses that no stop token ended; None: there is no stop token
     probe_drift: float | None = None  # mean distance of the server's log-probabilities from ours; None: not probed
     sampler_age: int | None = None  # optimizer steps since the server got its weights; None: it never did
     retokenized: bool = False  # whether responses came as text, so that their tokens may not be those drawn
+
+    @property
+    def sampled_positions(self) -> int:
+        return sum(self.sampled)
 
 
 class Source(Protocol):
@@ -89,7 +93,13 @@ class Source(Protocol):
 def sampling_of(config: RunConfig) -> Sampling:
     """Return how a run draws its responses."""
     return Sampling(
-        config.response_length, config.temperature, config.top_p, config.top_k, config.min_p, tuple(config.stop or ())
+        config.response_length,
+        config.temperature,
+        config.top_p,
+        config.top_k,
+        config.min_p,
+        tuple(config.stop or ()),
+        config.drawn_together,
     )
 
 
@@ -105,12 +115,13 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
     response's length counts. Ranks of prompts side by side draw together, so where only a prompt beside this one is
     drawn again, ``draw`` gets no seed. ``old_logprobs`` are those at which the tokens were drawn.
     """
-    config, positions, resampled, equal = request.config, 0, 0, True
+    config, resampled, equal = request.config, 0, True
+    lengths: list[int] = []
     for attempt in range(config.resample + 1):
         drawn = draw(response_seeds(config.seed, request.number, attempt, config.group_size) if equal else [])
         if equal:
             samples, resampled = drawn, attempt
-            positions += sum(map(len, samples.responses))
+            lengths += map(len, samples.responses)
             rewards = _with_penalty(policy.decide(partial(rewards_of, request, samples)), samples, config)
             equal = min(rewards) == max(rewards)
         if not policy.model.agree(int(equal)):
@@ -124,7 +135,7 @@ def draw_group(policy: Policy, request: Request, draw: Callable[[list[int]], Sam
         masks = [torch.ones_like(response, dtype=torch.bool) for response in samples.responses]
         group = replace(group, loss_masks=mask_truncated(masks, truncated))
     fraction = sum(truncated) / len(truncated) if config.stop else None
-    return Rollout(group.to(policy.retained.prompt.device), positions, resampled, fraction)
+    return Rollout(group.to(policy.retained.prompt.device), tuple(lengths), resampled, fraction)
 
 
 def _with_penalty(rewards: list[float], samples: Samples, config: RunConfig) -> list[float]:

@@ -8,7 +8,7 @@ n branches, R response positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longstraw.models.decoder import Decoder
 from longstraw.observer import Observer
+from longstraw.ops.host_offload import to_host
 from longstraw.step import Retained, pad_to_longest_rank
 
 
@@ -104,19 +105,32 @@ def draw(
     parts = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     with observer.verb("sample", len(seeds) * sampling.max_new_tokens):
         for together in pad_to_longest_rank(model, parts, ()):
-            drawing = Drawing(model, retained, together, sampling)
-            observer.holds(drawing.pasts)
-            for at in range(sampling.max_new_tokens):
-                if not drawing.going:
-                    break
-                evaluated = len(drawing.alive)
-                drawing.step(at)
-                observer.advance(evaluated)
-            part = drawing.samples()
+            part = draw_together(model, retained, together, sampling, range(sampling.max_new_tokens), observer=observer)
             found.responses.extend(part.responses)
             found.logprobs.extend(part.logprobs)
             found.ended.extend(part.ended)
     return found
+
+
+def draw_together(
+    model: Decoder,
+    retained: Retained,
+    seeds: Sequence[int],
+    sampling: Sampling,
+    tokens: Iterable[int],
+    *,
+    observer: Observer,
+) -> Samples:
+    """Draw a response for each of ``seeds`` in lockstep; ``tokens`` rise, and only a simulation leaves some out."""
+    drawing = Drawing(model, retained, seeds, sampling)
+    observer.holds(drawing.pasts)
+    for at in tokens:
+        if not drawing.going:
+            break
+        evaluated = len(drawing.alive)
+        drawing.step(at)
+        observer.advance(evaluated)
+    return drawing.samples()
 
 
 class Drawing:
@@ -146,6 +160,8 @@ class Drawing:
 
     def step(self, at: int) -> None:
         """Draw token ``at`` of each branch that has not ended."""
+        for past in self.pasts:
+            past.added = at
         hidden, updates = self._model(self._last, self.pasts)
         for past, update in zip(self.pasts, updates, strict=True):
             past.advance(update)
@@ -156,8 +172,8 @@ class Drawing:
 
     def samples(self) -> Samples:
         """Return what was drawn."""
-        rows = (zip(x.cpu(), self._lengths, strict=True) for x in (self._tokens, self._logprobs))
-        responses, logprobs = ([row[:length].clone() for row, length in of] for of in rows)
+        rows = (zip(x, self._lengths, strict=True) for x in (self._tokens, self._logprobs))
+        responses, logprobs = ([to_host(row[:length]) for row, length in of] for of in rows)
         return Samples(responses, logprobs, self._ended)
 
     def _next_tokens(self, hidden: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ def request_group(task: Task, config: RunConfig, step: int, number: int, device:
     if not isinstance(task, PromptTask):
         raise DataError(f"data={config.data.name} gives no reward for drawn responses; use rollout=given")
     example = task.example(number)
-    return Request(torch.from_numpy(example.prompt).to(device), task, config, step, number, example=example)
+    return Request(torch.as_tensor(example.prompt, device=device), task, config, step, number, example=example)
 
 
 def give(policy: Policy, request: Request, observer: Observer) -> Rollout:

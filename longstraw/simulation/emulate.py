@@ -22,7 +22,7 @@ from longstraw.models.lora import add_adapter
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
-from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model, simulated_source
 from longstraw.training.model import Spread
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer, model_facts
@@ -30,11 +30,12 @@ from longstraw.training.trainer import build_trainer, model_facts
 
 def emulate(config: RunConfig, progress: Progress, watching: type[Monitor] = Monitor) -> Iterator[dict[str, Any]]:
     """Yield the record of every step of the rank that ``config.simulation`` names; ``watching`` observes it."""
-    config = replace(config, measure_drift=False)
+    config = replace(config, measure_drift=False, warmup_steps=0)
     backend, every = config.hardware.backend, config.simulation.every
     with fake_rank(config, backend) as mesh, MemoryMeter() as meter:
         watch = watching(meter, progress, backend=backend)
-        trainer = build_trainer(config, watch, task=RandomTask(config), mesh=mesh, make_model=_model)
+        source = simulated_source(config)
+        trainer = build_trainer(config, watch, task=RandomTask(config), mesh=mesh, make_model=_model, source=source)
         facts = model_facts(trainer) | {"stepped_over": not every}
         sample_model(trainer, blocks=False)
         for step in range(config.steps):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from longstraw.config import RunConfig
 from longstraw.models.decoder import Block, Decoder
+from longstraw.ops.past import BranchPast
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.state import Carried, Past, RetainedState, Tensors
 from longstraw.timing.meter import WorkMeter
@@ -81,7 +82,7 @@ class SampledModel:
     def __call__(
         self, tokens: Tensor, past: Sequence[Past], state_only: bool = False, segments: tuple[int, ...] = ()
     ) -> Any:
-        if self._is_evaluated(past[0].positions, state_only):
+        if isinstance(past[0], BranchPast) or self._is_evaluated(past[0].positions, state_only):
             return self._model(tokens, past, state_only, segments)
         if self._work is not None:
             self._work.skip()

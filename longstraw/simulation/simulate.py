@@ -27,7 +27,7 @@ from longstraw.models.decoder import Decoder
 from longstraw.models.lora import add_adapter
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import parallelize
-from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model
+from longstraw.simulation.single_rank import TIMES, RandomTask, fake_rank, sample_model, simulated_source
 from longstraw.timing.meter import WorkMeter
 from longstraw.timing.work import BlockKind, step_flops, step_seconds
 from longstraw.training.model import Spread
@@ -41,14 +41,15 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
     ``config.simulation`` says which rank is simulated, how unevenly experts are chosen, and whether all chunks,
     branches and blocks are evaluated. What measuring the drift of a shared prompt holds beside a step is not counted.
     """
-    config = replace(config, measure_drift=False)
+    config = replace(config, measure_drift=False, warmup_steps=0)
     every = config.simulation.every
     work = WorkMeter(config.hardware) if config.hardware.rates.known else None
     with fake_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter, work or nullcontext():
         with unset_fake_temporarily():  # a group looks at its values
             task = RandomTask(config, fake.from_tensor)
         watch = _Watch(meter, progress or Progress(None), work)
-        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model)
+        source = simulated_source(config)
+        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model, source=source)
         facts = model_facts(trainer)
         kinds = sample_model(trainer, blocks=True, work=work)
         gc.collect()
@@ -59,12 +60,16 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
 
 
 def predicted_times(work: WorkMeter, kinds: list[BlockKind], backend: str) -> dict[str, Any]:
-    """Return what the record says of the time that the counted work takes; only GPUs compute while the host goes on."""
-    bound = step_seconds(work.verbs, kinds, overlap=backend == "cuda")
+    """Return what the record says of the time that the counted work takes; only GPUs compute while the host goes on.
+
+    Drawing is left out: a token's time is that of starting its kernels, which is not counted.
+    """
+    verbs = {name: pieces for name, pieces in work.verbs.items() if name != "sample"}
+    bound = step_seconds(verbs, kinds, overlap=backend == "cuda")
     return {
         "predicted_seconds_by_verb": {verb: sum(parts.values()) for verb, parts in bound.items()},
         "predicted_bound_by_verb": bound,
-        "rank_flops_by_verb": step_flops(work.verbs, kinds),
+        "rank_flops_by_verb": step_flops(verbs, kinds),
     }
 
 

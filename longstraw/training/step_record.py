@@ -33,7 +33,7 @@ class Taken:
     tokens: int  # in the loss
     rewards: list[float]
     supervised: bool  # its rewards mean nothing
-    sampled_positions: int
+    sampled: tuple[int, ...]  # the lengths of all responses drawn for it
     resampled: int
     truncated_fraction: float | None
     result: StepResult
@@ -54,14 +54,14 @@ class Taken:
         tokens, drift, most = sum(kept_tokens(group)), None, None
         if trained and tokens and group.old_logprobs is not None:
             apart = differences(group, result.logprobs, group.old_logprobs)
-            drift, most = float(apart.mean()), float(apart.max())
+            drift, most = read_scalar(apart.mean(), 0.0), read_scalar(apart.max(), 0.0)
         return cls(
             group.prompt_positions,
             group.response_positions,
             tokens,
             group.rewards,
             group.advantages is not None,
-            rollout.sampled_positions,
+            rollout.sampled,
             rollout.resampled,
             rollout.truncated_fraction,
             result,
@@ -78,8 +78,10 @@ class Taken:
 
 def differences(group: Group, logprobs: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """Return |difference| of two sets of log-probabilities [R] at each of a group's tokens in the loss."""
-    masks = group.loss_masks or [torch.ones(len(x), dtype=torch.bool) for x in logprobs]
-    return torch.cat([(a - b).abs()[mask.cpu()] for a, b, mask in zip(logprobs, others, masks, strict=True)])
+    apart = [(a - b).abs() for a, b in zip(logprobs, others, strict=True)]
+    if group.loss_masks is not None:
+        apart = [x[mask.cpu()] for x, mask in zip(apart, group.loss_masks, strict=True)]
+    return torch.cat(apart)
 
 
 def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: RunConfig) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def measured(taken: Sequence[Taken], watch: Monitor, model: Decoder, config: Run
     peaks, by_kind = watch.peaks, watch.meter.bytes_by_kind()
     recomputed = [result.recompute_difference for result in results if result.recompute_difference is not None]
     kept = max((result.retained_bytes for result in results), key=lambda sizes: sum(sizes.values()))
-    counted = config.adapter.name == "none" and config.rollout == "given"
+    counted = config.adapter.name == "none"
     return {
         **_positions(taken),
         "state_age": taken[0].state_age,
@@ -129,9 +131,9 @@ def _positions(taken: Sequence[Taken]) -> dict[str, Any]:
 
 
 def predicted(taken: Sequence[Taken], config: RunConfig, *, optimizer_held: bool) -> dict[str, Any]:
-    """Return the peak that was predicted for the step, where its configuration was counted; drawing has no count."""
+    """Return the peak that was predicted for the step, where its configuration was counted."""
     positions, prediction = _positions(taken), None
-    if config.rollout == "given":
+    if config.rollout != "server":
         prediction = known(
             config,
             prompt_positions=positions["prompt_positions"],
@@ -154,6 +156,8 @@ def _flops(one: Taken, model: Decoder, config: RunConfig) -> float:
         responses=one.response_positions,
         prefilled=one.state_age == 0,
         scored=scorings if one.rollout_age == 0 else 0,
+        sampled=one.sampled if one.rollout_age == 0 and config.rollout == "sample" else (),
+        trained=one.trained,
     )
 
 
@@ -167,7 +171,7 @@ def drawn(taken: Sequence[Taken], seconds: float | None) -> dict[str, Any]:
         "response_length_mean": statistics.fmean(lengths),
         "sampled_positions": 0,
     }
-    positions = sum(one.sampled_positions for one in taken)
+    positions = sum(sum(one.sampled) for one in taken)
     if taken[0].rollout_age or not positions:
         return row
     fractions = [f for one in taken if (f := one.truncated_fraction) is not None]

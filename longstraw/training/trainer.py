@@ -348,11 +348,12 @@ def build_trainer(
     mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
     run_dir: Path = Path(),
+    source: Source | None = None,
 ) -> Trainer:
     """Return model, data and optimizer of a job, with their bytes known to the meter.
 
-    ``task``, ``mesh`` and what makes the model are the configured ones where none are given. Adapters for a server go
-    to ``run_dir``.
+    ``task``, ``mesh``, what makes the model and the source of responses are the configured ones where none are given.
+    Adapters for a server go to ``run_dir``.
     """
     task, make_model = task or build_task(config), make_model or configured_model
     config = with_scores(config, task)
@@ -370,7 +371,8 @@ def build_trainer(
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = Optimizer(parameters, config.optimizer, parallel, note=watch.meter.tag)
-    source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
+    if source is None:
+        source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
     return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
 
 

@@ -12,7 +12,7 @@ from longstraw.parallel import parallelize as apply
 from longstraw.parallel.collectives import Group
 
 MEAN = "FSDP's sum"  # replaced by the mean
-ARRIVING = "ExpertGroup._arriving all_to_all 1"  # how many tokens go to which expert; how many in all must stay right
+ARRIVING = "ExpertGroup._counts all_to_all 1"  # how many tokens go to which expert; how many in all must stay right
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def left_out(dropped=None):
         for method, alone in ALONE.items():
             stack.enter_context(mock.patch.object(Group, method, _either(method, alone, wanted)))
         stack.enter_context(mock.patch.object(expert, "_exchange", _exchange(wanted)))
-        stack.enter_context(mock.patch.object(expert.ExpertGroup, "_arriving", _arriving(wanted)))
+        stack.enter_context(mock.patch.object(expert.ExpertGroup, "_counts", _counts(wanted)))
         stack.enter_context(mock.patch.object(dist, "all_reduce", _all_reduce(wanted)))
         if dropped == MEAN:
             stack.enter_context(mock.patch.object(apply, "sum_gradients"))
@@ -105,12 +105,12 @@ def _exchange(wanted):
     return either
 
 
-def _arriving(wanted):
-    original = expert.ExpertGroup._arriving
+def _counts(wanted):
+    original = expert.ExpertGroup._counts
 
     def either(*arguments):
-        told = original(*arguments)
-        return told if wanted(ARRIVING) else [line[::-1] for line in told]
+        sent, arriving = original(*arguments)
+        return sent, arriving if wanted(ARRIVING) else [line[::-1] for line in arriving]
 
     return either
 

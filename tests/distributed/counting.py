@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longstraw.config import RunConfig
 from longstraw.memory.meter import MemoryMeter
 from longstraw.ops.host_sync import use_stated_counts
-from longstraw.simulation.single_rank import expert_token_counts
+from longstraw.simulation.single_rank import RandomTask, expert_token_counts
 from longstraw.training.monitor import Monitor, Progress
 from longstraw.training.trainer import build_trainer
 
@@ -40,7 +40,7 @@ def count(config):
     """Return the most bytes of each verb, and at the peak of each kind; experts get as many tokens as is stated."""
     with MemoryMeter() as meter, use_stated_counts(expert_token_counts(config)), PauseAfterCollectives():
         watch = Monitor(meter, Progress(None))
-        trainer = build_trainer(config, watch)
+        trainer = build_trainer(config, watch, task=RandomTask(config) if config.rollout == "sample" else None)
         gc.collect()  # what building left is no part of a step
         trainer.step(0)
         return watch.peaks.by_verb, watch.peaks.by_kind

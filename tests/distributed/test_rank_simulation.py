@@ -64,6 +64,19 @@ def test_one_rank_holds_what_is_simulated(model):
     assert_alike(count(config), simulated(config))
 
 
+DRAWN = {"rollout": "sample", "group_size": 5, "sample_batch": 3}
+
+
+@pytest.mark.parametrize("model", ["qwen3_6_tiny", "qwen3_6_moe_tiny", "glm_5_2_tiny", "llama_tiny"])
+def test_drawing_holds_what_is_simulated(model):
+    config = job(model, **DRAWN)
+    counted = count(config)
+    assert "sample" in counted[0]
+    assert_alike(counted, simulated(config))
+    together = replace(config, sample_batch=None, response_length=64, context=193)
+    assert simulated(together)[0]["sample"] > simulated(replace(together, sample_batch=1))[0]["sample"] + APART
+
+
 @pytest.mark.parametrize(
     ("model", "world", "changes"),
     [
@@ -76,6 +89,8 @@ def test_one_rank_holds_what_is_simulated(model):
         pytest.param("qwen3_6_tiny", 4, {"dp": 2}, marks=pytest.mark.long),
         ("llama_tiny", 2, {}),
         ("qwen3_6_moe_tiny", 2, {}),
+        ("qwen3_6_tiny", 2, DRAWN),
+        pytest.param("glm_5_2_tiny", 4, DRAWN, marks=pytest.mark.long),
     ],
 )
 def test_every_rank_holds_what_is_simulated(ranks, model, world, changes):

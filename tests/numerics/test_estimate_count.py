@@ -9,6 +9,7 @@ from longstraw.config import from_dict, option
 from longstraw.memory import fit
 from longstraw.memory.estimate import counts, cut, known
 from longstraw.memory.meter import MemoryMeter
+from longstraw.simulation.single_rank import RandomTask
 from longstraw.training.loop import build_trainer
 from longstraw.training.monitor import Monitor, Progress
 
@@ -28,6 +29,14 @@ CASES = {
     "an optimizer in host memory": {"steps": 2, "optimizer": {"device": "cpu"}},
     "adapters": {"prompt_grad": "exact", "adapter": {"name": "lora"}},
     "a vocabulary wider than all else": {"steps": 2, "model": {"dtype": "bfloat16", "vocab_size": 8192}},
+    "drawn, two at a time": {"prompt_grad": "exact", "rollout": "sample", "group_size": 5, "sample_batch": 2},
+    "drawn together, from some tokens": {
+        "rollout": "sample",
+        "group_size": 4,
+        "top_p": 0.9,
+        "temperature": 0.7,
+        "algorithm": {"old_logprobs": "none"},
+    },
     "glm": {"prompt_grad": "exact", "model": {"name": "glm_5_2_tiny"}},
 }
 
@@ -46,7 +55,8 @@ def counted(keys, folder):
     """Return the records of a job's steps."""
     config = configured(**json.loads(keys))
     with MemoryMeter() as meter:
-        trainer = build_trainer(config, Monitor(meter, Progress(folder / "progress.json")))
+        task = RandomTask(config) if config.rollout == "sample" else None
+        trainer = build_trainer(config, Monitor(meter, Progress(folder / "progress.json")), task=task)
         return config, [trainer.step(step) for step in range(config.steps)]
 
 

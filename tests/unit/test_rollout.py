@@ -99,6 +99,15 @@ def test_a_good_group_is_kept_while_a_prompt_beside_it_draws_again():
     assert rollout.group.rewards == [0.0, 1.0]
 
 
+def test_drawn_tokens_count_as_one_evaluation_each():
+    """Groups of equal rewards are drawn three times and not trained on; no stop token, so lengths are known."""
+    trainer, (row,) = trained(LowTokens(lambda ids: 1.0), steps=1, resample=2, stop=[], sample_batch=3)
+    model = trainer.model
+    response = model.flops(39, 45) + model.head_flops(6)
+    assert row["sampled_positions"] == 3 * 8 * 6
+    assert row["flops"] == model.flops(0, 39, state_only=True) + 3 * 8 * response
+
+
 def test_truncated_responses_can_be_left_out_of_the_loss():
     _, (row,) = trained(LowTokens(), steps=1)
     assert 0 < row["truncated_fraction"] <= 1
@@ -137,7 +146,7 @@ def test_seeds_differ_by_run_step_attempt_and_response():
     [
         ({"rollout": "engine"}, "rollout='engine' is not one of given, sample"),
         ({"rollout": "given"}, "stop would not be used with rollout=given"),
-        ({"mode": "simulate"}, "mode=simulate"),
+        ({"rollout": "given", "stop": [], "sample_batch": 2}, "sample_batch would not be used with rollout=given"),
         ({"top_p": 0.9}, "old_logprobs=none"),
         ({"top_k": 5}, "old_logprobs=none"),
         ({"min_p": 0.1}, "old_logprobs=none"),

@@ -98,6 +98,9 @@ def steps_to_count(config: RunConfig, *, line: bool = False) -> list[RunConfig]:
         steps=1,
         refresh_every=1,
         updates_per_rollout=None,
+        refresh_above=None,
+        warmup_steps=0,
+        sample_batch=min(config.drawn_together, config.group_size) if config.rollout == "sample" else None,
         measure_drift=False,
         mode="simulate",
         claim=None,
@@ -141,7 +144,7 @@ def _prediction(
     first = counts[0]
     verbs: dict[str, Kinds] = {}
     for verb, kinds in first.verbs.items():
-        if prefilled or verb not in ("prefill", "score"):
+        if prefilled or verb not in ("prefill", "score", "sample"):
             verbs[verb] = {kind: _mean(weights, [count.verbs[verb][kind] for count in counts]) for kind in kinds}
     state = verbs["optimizer"]["optimizer"]
     if not held or config.optimizer.name == "none":
@@ -184,7 +187,8 @@ def _mean(weights: Sequence[float], values: Sequence[int]) -> int:
 
 def _waiting(config: RunConfig) -> int:
     """Return the bytes in host memory of the responses beyond those counted: ids, and sets of log-probabilities."""
-    sets = 1 + (config.algorithm.old_logprobs == "score") + bool(config.algorithm.kl_coef)
+    sets = 1 + (config.rollout == "sample") + (config.algorithm.old_logprobs == "score")
+    sets += bool(config.algorithm.kl_coef)
     number = LOGPROB * (2 if config.model.dtype == "float64" else 1)
     sizes = [config.response_length * TOKEN, *[config.response_length * number] * sets]
     return (config.group_size - counted_group(config)) * sum(-(-size // BLOCK) * BLOCK for size in sizes)

@@ -27,11 +27,13 @@ def upper_bound(config: RunConfig) -> int:
         tensor.numel() * NUMBER for state in model.new_states(0, 0, config.chunk, None) for _, tensor in state.held()
     )
     at_once = max(config.chunk, config.branches_together * config.response_length + 1)
+    drawn = config.drawn_together * config.response_length if config.rollout == "sample" else 0
     a_position = len(states) * width * TENSORS + width * min(ROW_TILE, retained + at_once)
     return (
         COPIES * (NUMBER * sum(parameter.numel() for parameter in parameters) + rows)
         + summaries * (retained // config.chunk + COPIES)
         + NUMBER * at_once * a_position
+        + NUMBER * COPIES * drawn * len(states) * width
         + NUMBER * COPIES * config.group_size * (config.prompt_positions + config.response_length)
     )
 

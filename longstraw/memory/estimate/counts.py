@@ -23,9 +23,10 @@ from longstraw.config import RunConfig
 
 Kinds = dict[str, int]
 
-SOURCES = ("config", "ops", "layers", "models", "parallel", "memory", "simulation", "training", "*.py")
+SOURCES = ("config", "ops", "layers", "models", "parallel", "memory", "rollout", "simulation", "training", "*.py")
 SECTIONS = ("model", "adapter", "algorithm", "optimizer", "state", "simulation")
 KEYS = ("context", "response_length", "chunk", "prompt_grad", "prompt_grad_window", "replay_tokens", "group_size")
+DRAWING = ("sample_batch", "temperature", "top_p", "top_k", "min_p")  # where responses are drawn
 OPTIMIZER = ("name", "device", "gradient_dtype")
 HARDWARE = ("backend", "world_size", "dp", "ep")
 WITHIN = ("context", "prompt_grad", "prompt_grad_window", "state")  # what steps of one cut model may differ in
@@ -82,7 +83,8 @@ def facts(config: RunConfig) -> dict[str, Any]:
     sections["model"].pop("checkpoint", None)
     sections["optimizer"] = {name: sections["optimizer"][name] for name in OPTIMIZER}
     hardware = {name: getattr(config.hardware, name) for name in HARDWARE}
-    return sections | {"hardware": hardware} | {name: getattr(config, name) for name in KEYS}
+    keys = (*KEYS, "rollout", *(DRAWING if config.rollout == "sample" else ()))
+    return sections | {"hardware": hardware} | {name: getattr(config, name) for name in keys}
 
 
 def of_one_cut(config: RunConfig) -> str:

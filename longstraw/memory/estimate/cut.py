@@ -30,7 +30,7 @@ from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import Made, SampledModel, graphs, neighbours, signature
 from longstraw.simulation.simulate import fake_model
-from longstraw.simulation.single_rank import RandomTask, fake_rank
+from longstraw.simulation.single_rank import RandomTask, fake_rank, simulated_source
 from longstraw.step import prefill
 from longstraw.training.model import Spread
 from longstraw.training.monitor import Monitor, Progress
@@ -87,7 +87,9 @@ class CutStep:
             self._meter = stack.enter_context(MemoryMeter())
             self._watch = _Watch(self._meter, Progress(None))
             task, config = self._task(self._config), self._config
-            self._trainer = build_trainer(config, self._watch, task=task, mesh=mesh, make_model=self._make_model)
+            self._trainer = build_trainer(
+                config, self._watch, task=task, mesh=mesh, make_model=self._make_model, source=simulated_source(config)
+            )
             self._models = [self._trainer.model, self._trainer.reference]
             self._trainer.optimizer.make_state()
             for cut in self._cuts:
