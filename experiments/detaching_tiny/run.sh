@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Both arms on the three tasks with golden and with sampled answers, five starts each; the figure and the table.
-# TASKS, ANSWERS and SEEDS take a part of it: the committed rows are TASKS=duplicate ANSWERS=golden SEEDS="1 2".
+# TASKS, ANSWERS and SEEDS take a part of it: the committed rows are TASKS=duplicate ANSWERS=golden SEEDS="1 2 3".
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=experiments/detaching_tiny
