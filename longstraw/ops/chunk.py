@@ -96,20 +96,23 @@ class SideBySide:
     def __init__(self, pieces: list[slice]):
         self.number, self.length = len(pieces), max(piece.stop - piece.start for piece in pieces)
         self._pieces = pieces
+        self._run = _run(pieces)
         self._indices: tuple[Tensor, ...] = ()
 
     def fold(self, x: Tensor) -> Tensor:
         """Return [L, n H, ...] of ``x`` [T, H, ...]."""
-        if self.number == 1:
-            return x[self._pieces[0]]
+        if self._run is not None:
+            folded = x[self._run].unflatten(0, (self.number, self.length))
+            return folded.transpose(0, 1).flatten(1, 2)
         read, _, _, padding = self._on(x.device)
         folded = x[read].index_fill_(0, padding, 0) if len(padding) else x[read]
         return folded.unflatten(0, (self.number, self.length)).transpose(0, 1).flatten(1, 2)
 
     def unfold(self, folded: Tensor, out: Tensor) -> None:
         """Write ``folded`` [L, n H, ...] to the segments' places in ``out`` [T, H, ...]."""
-        if self.number == 1:
-            out[self._pieces[0]] = folded
+        if self._run is not None:
+            unfolded = folded.unflatten(1, (self.number, -1)).transpose(0, 1)
+            out[self._run].unflatten(0, (self.number, self.length)).copy_(unfolded)
             return
         _, real, places, _ = self._on(out.device)
         out[places] = folded.unflatten(1, (self.number, -1)).transpose(0, 1).flatten(0, 1)[real].to(out.dtype)
@@ -126,6 +129,13 @@ class SideBySide:
             lists = read, real, [slots[slot][0] for slot in real], padding
             self._indices = tuple(torch.tensor(x, dtype=torch.long, device=device) for x in lists)
         return self._indices
+
+
+def _run(pieces: list[slice]) -> slice | None:
+    """Return the places of pieces of one length that follow one another; None if these do not."""
+    alike = len({piece.stop - piece.start for piece in pieces}) == 1
+    follow = all(one.stop == other.start for one, other in itertools.pairwise(pieces))
+    return slice(pieces[0].start, pieces[-1].stop) if alike and follow else None
 
 
 def side_by_side(pieces: list[slice], most: int) -> list[SideBySide]:

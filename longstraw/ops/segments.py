@@ -1,8 +1,5 @@
 """Operations that carry a state from position to position, for segments that each start from the same state.
 
-The segments of a batch are evaluated side by side, as further heads or channels. Batches follow one another, and each
-is evaluated again in the backward, so what is held beyond inputs and outputs is bounded by one batch.
-
 T positions of all segments, A key heads, B value heads, K and V widths, C channels, W taps.
 """
 
@@ -16,17 +13,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.chunk import Chunk, SideBySide
+from longstraw.ops.delta import reference
 
 Linear = Callable[..., tuple[Tensor, Tensor | None]]  # output and state; no state is after several segments
 
 
 def convolve(conv: Linear, chunk: Chunk, x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, None]:
-    """Return ``conv(x, weight, tail)`` [T, C] of each segment of ``x`` [T, C]; each starts from ``tail`` [W-1, C]."""
+    """Return ``conv(x, weight, tail)`` [T, C] of each segment of ``x`` [T, C]; each starts from ``tail`` [W-1, C].
 
-    def run(number: int, x: Tensor, weight: Tensor, tail: Tensor) -> Tensor:
-        return conv(x, weight.repeat(number, 1), tail.repeat(1, number))[0]
-
-    return _BySegments.apply(run, chunk.batches, 1, x, weight, tail), None
+    The tail stands between segments, and what it gives there is dropped.
+    """
+    between = tail.to(x.dtype)
+    rows = [part for segment in x.split(chunk.segments) for part in (between, segment)]
+    sizes = [size for length in chunk.segments for size in (len(tail), length)]
+    out, _ = conv(torch.cat(rows[1:]), weight, tail)
+    return torch.cat(out.split(sizes[1:])[::2]), None
 
 
 def scan(delta: Linear, chunk: Chunk, *inputs: Tensor) -> tuple[Tensor, None]:
@@ -34,55 +35,42 @@ def scan(delta: Linear, chunk: Chunk, *inputs: Tensor) -> tuple[Tensor, None]:
 
     ``inputs`` are those of ``delta.reference.gated_delta_rule``, the state the last of them.
     """
-
-    def run(number: int, *inputs: Tensor) -> Tensor:
-        *rows, state = inputs
-        return delta(*rows, state.repeat(number, 1, 1))[0]
-
-    return _BySegments.apply(run, chunk.batches, len(inputs) - 1, *inputs), None
+    return _Scan.apply(delta, chunk.batches, *inputs), None
 
 
-class _BySegments(torch.autograd.Function):
-    """Evaluate ``run(n, *rows, *shared)`` a batch at a time; the rows [T, ...] are a position's, the rest all share."""
+class _Scan(torch.autograd.Function):
+    """The segments of a batch are evaluated side by side, as further heads, and again in the backward.
+
+    So what is held beyond inputs and outputs is bounded by one batch, the states of its segments included.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[..., Tensor], batches: list[SideBySide], number: int, *inputs: Tensor
-    ) -> Tensor:
-        rows, shared = inputs[:number], inputs[number:]
-        out: Tensor | None = None
+    def forward(ctx: Any, delta: Linear, batches: list[SideBySide], *inputs: Tensor) -> Tensor:
+        *rows, state = inputs
+        out = torch.empty_like(rows[2])
         for batch in batches:
-            part = run(batch.number, *map(batch.fold, rows), *shared)
-            if out is None:
-                heads = part.shape[1] // batch.number
-                out = part.new_empty(len(rows[0]), heads, *part.shape[2:])
+            part, _ = delta(*map(batch.fold, rows), state.repeat(batch.number, 1, 1))
             batch.unfold(part, out)
             del part
-        assert out is not None  # segments are packed where there are several
         ctx.save_for_backward(*inputs)
-        ctx.run, ctx.batches, ctx.number = run, batches, number
+        ctx.delta, ctx.batches = delta, batches
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, number = ctx.saved_tensors, ctx.number
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
-        wide = [torch.promote_types(x.dtype, torch.float32) for x in inputs]
-        grads = {
-            i: torch.empty_like(inputs[i]) if i < number else torch.zeros_like(inputs[i], dtype=wide[i]) for i in wanted
-        }
+        *rows, state = ctx.saved_tensors
+        # the reference evaluates its forward once more in its backward, to hold less than a batch's graph does
+        delta: Linear = reference.plain if ctx.delta is reference.gated_delta_rule else ctx.delta
+        grads, grad_state = [torch.empty_like(x) for x in rows], torch.zeros_like(state)
         for batch in ctx.batches:
-            leaves = [batch.fold(x) if i < number else x.detach() for i, x in enumerate(inputs)]
-            for i in wanted:
-                leaves[i].requires_grad_()
+            leaves = [batch.fold(x).detach().requires_grad_() for x in rows]
+            start = state.repeat(batch.number, 1, 1).requires_grad_()
             with torch.enable_grad():
-                part = ctx.run(batch.number, *leaves)
-            found = torch.autograd.grad(part, [leaves[i] for i in wanted], batch.fold(grad))
-            for i, one in zip(wanted, found, strict=True):
-                if i < number:
-                    batch.unfold(one, grads[i])
-                else:
-                    grads[i] += one
-            del leaves, part, found, one  # gone before the next batch's are made
-        return None, None, None, *(grads[i].to(x.dtype) if i in grads else None for i, x in enumerate(inputs))
+                part, _ = delta(*leaves, start)
+            *found, found_state = torch.autograd.grad(part, [*leaves, start], batch.fold(grad))
+            for one, whole in zip(found, grads, strict=True):
+                batch.unfold(one, whole)
+            grad_state += found_state.unflatten(0, (batch.number, -1)).sum(0)
+            del leaves, start, part, found, found_state, one  # gone before the next batch's are made
+        return None, None, *grads, grad_state

@@ -110,6 +110,9 @@ def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     return result.to(dtype), state.flatten(0, 1)
 
 
+plain = _segment  # the whole rule in one graph, which holds all that is in between
+
+
 def rule_flops(key_heads: int, value_heads: int, keys: int, values: int) -> int:
     """Return the FLOPs of one position in chunked form; ``keys`` and ``values`` are the heads' widths.
 
