@@ -127,10 +127,16 @@ class CutStep:
             trainer.step(0)
         finally:
             trainer.shared = None
-        trained = [*trainer.optimizer.parameters, *self._cuts[0].left_out()]
-        left_out = 0 if config.optimizer.device is None else _narrow_bytes(self._cuts[0].left_out())
+        left_out = _trained(self._cuts[0].left_out())
+        narrow, of_left_out = _bytes(trainer.optimizer.parameters), _bytes(left_out)
         verbs = {**watch.verbs, "optimizer": watch.before_update}
-        return Counts(verbs, watch.host + left_out, len(trained), _narrow_bytes(trained), _narrowed(trainer.optimizer))
+        return Counts(
+            verbs,
+            watch.host + (0 if config.optimizer.device is None else of_left_out),
+            len(trainer.optimizer.parameters) + len(left_out),
+            narrow + of_left_out,
+            _narrowed(trainer.optimizer),
+        )
 
     def _learn_sizes(self) -> None:
         """Evaluate one chunk before any step, so that all steps evaluate the same and a line joins like with like."""
@@ -165,24 +171,23 @@ class _Cut:
         model.model.layers = nn.ModuleList(block for block, here in self.blocks if here)
 
     def make_parameters(self, meter: MemoryMeter) -> None:
-        for block, here in self.blocks:
-            if not here:
-                self._held += [_like(tensor) for tensor in (*block.parameters(), *block.buffers())]
+        sizes = {block: _bytes([*block.parameters(), *block.buffers()]) for block in set(self.left_out())}
+        self._held += [torch.empty(sizes[block], dtype=torch.uint8) for block in self.left_out()]
         meter.tag("parameters", self._held)
 
     def make_optimizer_state(self, optimizer: Optimizer, meter: MemoryMeter) -> None:
-        """Hold what ``optimizer`` holds for a parameter, for each that is left out."""
-        for parameter in self.left_out():
-            own = optimizer.own(parameter)
-            device = optimizer.config.device
-            made = [_like(x) if device is None else host_empty(x.shape, x.dtype) for x in map(local_tensor, own)]
-            meter.tag("optimizer", made)
-            self._held += made
+        """Hold what ``optimizer`` holds for the trained parameters that are left out."""
+        empty = torch.empty if optimizer.config.device is None else host_empty
+        sizes = {
+            block: _bytes(x for p in _trained([block]) for x in optimizer.own(p)) for block in set(self.left_out())
+        }
+        made = [empty((sizes[block],), dtype=torch.uint8) for block in self.left_out()]
+        meter.tag("optimizer", made)
+        self._held += made
 
-    def left_out(self) -> Iterator[nn.Parameter]:
-        """Yield, for each trained parameter of a block that is left out, that of the block in its place."""
-        for block, here in self.blocks:
-            yield from () if here else (p for p in block.parameters() if p.requires_grad)
+    def left_out(self) -> list[Block]:
+        """Return, for each block that is left out, the one in its place."""
+        return [block for block, here in self.blocks if not here]
 
 
 class _Watch(Monitor):
@@ -221,18 +226,17 @@ def decisive(kinds: list[Any]) -> set[int]:
     return {i for i in near if 0 <= i < len(kinds)} | {kinds.index(kind) for kind in kinds}
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Return a tensor with as many bytes as this rank holds of ``tensor``."""
-    return torch.empty(local_tensor(tensor.detach()).untyped_storage().nbytes(), dtype=torch.uint8)
+def _trained(blocks: Iterable[Block]) -> list[nn.Parameter]:
+    return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 
 
 def _narrowed(optimizer: Optimizer) -> int:
     """Return the most bytes by which narrower copies of the gradients exceed what was freed for those before."""
-    sizes = [_narrow_bytes([p]) for p in optimizer.parameters if optimizer.is_summed(p)]
+    sizes = [_bytes([p]) for p in optimizer.parameters if optimizer.is_summed(p)]
     freed = [0, *itertools.accumulate(sizes)]  # a copy has half the bytes
     return max((size - before for size, before in zip(sizes, freed, strict=False)), default=0)
 
 
-def _narrow_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of gradients in the parameters' own dtype."""
-    return sum(-(-local_tensor(p.detach()).nbytes // CUDA_BLOCK) * CUDA_BLOCK for p in parameters)
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that this rank holds of ``tensors``, each rounded up as it is allocated."""
+    return sum(-(-local_tensor(x.detach()).nbytes // CUDA_BLOCK) * CUDA_BLOCK for x in tensors)
