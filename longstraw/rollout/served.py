@@ -34,7 +34,6 @@ PROBED = 64  # positions of the first prompt whose log-probabilities are compare
 DRAWN = 32  # tokens that a probe draws
 LOADING = "vLLM loads adapters where it was started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 LEFT_OUT = ("lm_head", "embed_tokens", ".experts.")  # what a server leaves out of an adapter without an error
-NOISE = 0.02  # of one engine's bfloat16 against another's: a policy that moved less says nothing
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ServedSource:
         self._model: str | None = config.server.model
         self._adapter: tuple[str, Path, int] | None = None  # name, folder, step at which it was published
         self._probed: Tensor | None = None  # the fixed tokens
-        self._last: Probe | None = None
+        self._probes: list[Probe] = []  # the first and the last
 
     def __call__(self, policy: Policy, request: Request, observer: Observer) -> Rollout:
         """Hand the policy's adapter over if it is time, then draw and reward a group."""
@@ -155,7 +154,6 @@ class ServedSource:
         (plain,) = score(policy.model, begin, [whole])
         tempered = plain if temperature == 1 else score(policy.model, begin, [whole], temperature=temperature)[0]
         now = Probe(plain[: len(fixed) - 1].double(), served.double())
-        before, self._last = self._last, now
         drift = _distance(tempered[len(fixed) - 1 :], served_drawn)
         if temperature != 1 and _distance(plain[len(fixed) - 1 :], served_drawn) < drift / 4:
             raise DriftError(
@@ -163,8 +161,10 @@ class ServedSource:
                 "--logprobs-mode processed_logprobs"
             )
         check_drift(drift, self._config.server.max_drift)
-        if before is not None:
-            _check_moved(before, now, self._client.url)
+        for before in self._probes:
+            first = self._probes[0]
+            _check_moved(before, now, _rms(first.served - first.ours), self._client.url)
+        self._probes = [*self._probes[:1], now]
         return drift
 
     def _ask_probe(self, fixed: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,20 +199,24 @@ def _distance(ours: Tensor, served: Tensor) -> float:
     return float((ours.double() - served.double()).abs().mean())
 
 
-def _check_moved(before: Probe, now: Probe, url: str) -> None:
+def _check_moved(before: Probe, now: Probe, noise: float, url: str) -> None:
     """Raise ``DriftError`` where the served log-probabilities of the same tokens did not move with ours.
 
-    Of ``served = share * ours + noise``, in differences of before and after, the share is 1 for a server that took the
-    adapter and 0 for one that did not. Rounding to bfloat16 is noise of several hundredths a token.
+    Of ``served = share * ours + rest``, in differences of before and after, the share is 1 for a server that took the
+    adapter and 0 for one that did not. ``noise`` is how far the two engines were apart at the beginning, as a root mean
+    square (0.1 a token in bfloat16); it hides movements that are not clearly larger.
     """
     ours, served = now.ours - before.ours, now.served - before.served
-    moved = float(ours.abs().mean())
-    if not moved > NOISE:
+    if len(ours) < 2 or not _rms(ours) > 3 * noise:
         return
     share = float(served @ ours / (ours @ ours))
-    error = float((served - share * ours).norm() / ours.norm() / max(len(ours) - 1, 1) ** 0.5)
+    error = _rms(served - share * ours) / float(ours.norm())
     if share < 0.5 and share + 3 * error < 1:
         raise DriftError(
-            f"{url}: with the new adapter our log-probabilities moved by {moved:.3f} on average, and the server's by "
-            f"{share:.2f} of that; it leaves the adapter out, or answers from caches of the one before"
+            f"{url}: with the new adapter our log-probabilities moved by {_rms(ours):.3f} (root mean square), and the "
+            f"server's by {share:.2f} of that; it leaves the adapter out, or answers from caches of the one before"
         )
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
