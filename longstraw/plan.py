@@ -3,8 +3,10 @@
 A table of the largest context that fits for each way to train: prompt gradient, trained set, optimizer, dtype of the
 state's gradient, and whether the retained rows lie on the GPU or in host pages. A key that is given holds in every row;
 any key of a job may be; with ``model.checkpoint=FOLDER`` the sizes are its own. With ``context=...`` each row also
-names the smallest hardware of that kind that holds it. Steps after the first are meant, in which AdamW has its state.
-Host memory counts where ``hardware.host_memory_gb`` says how much a node has.
+names the smallest hardware of that kind that holds it. Where ``hardware.rates`` are known a row has the hours that a
+step takes and its GPU-hours, at that context or else at the largest: docs/time.md says what they are not. Steps after
+the first are meant, in which AdamW has its state. Host memory counts where ``hardware.host_memory_gb`` says how much a
+node has.
 
 ``mode=simulate`` counts one case at its own length. Here each way is counted at two short ones, with most blocks left
 out, and follows the straight line through both: within 1.6 % of it. That takes minutes, and a second when asked
@@ -27,6 +29,7 @@ from longstraw.config import ConfigError, RunConfig, option, use_conf_dirs, with
 from longstraw.config.overrides import SEARCH_PATH, overlay, typed_keys, users_folders
 from longstraw.config.settings import read_arguments
 from longstraw.memory.fit import LONGEST, Fitting, count, largest_context, limit_bytes, ranks_text, smallest_hardware
+from longstraw.timing.estimate import predicted_seconds
 from longstraw.units import format_bytes, format_count
 
 DEFAULTS = {"model": "qwen3_6_27b", "hardware": "h20x8", "adapter": "auto", "data": "needle"}
@@ -85,10 +88,21 @@ def row(config: RunConfig, with_context: bool) -> list[str]:
         "host" if state.device == "cpu" else "GPU",
         *_found(fitting),
     ]
+    if config.hardware.rates.known:
+        cells.append(_hours(config if with_context or fitting is None else replace(config, context=fitting.context)))
     if with_context:
         smallest = smallest_hardware(config, from_one=True)
         cells.append("none" if smallest is None else ranks_text(smallest))
     return cells
+
+
+def _hours(config: RunConfig) -> str:
+    """Return the hours and GPU-hours of a step."""
+    said = predicted_seconds(config)
+    if said is None:
+        return ""
+    hours = sum(said.values()) / 3600
+    return f"{hours:.2g} / {hours * config.hardware.world_size:.2g}"
 
 
 def _found(fitting: Fitting | None) -> list[str]:
@@ -117,6 +131,7 @@ def table(typed: dict[str, Any], configs: Sequence[RunConfig]) -> Table:
     made = Table(title=title)
     heads = ["prompt_grad", "adapter", "optimizer", "state / gradient", "rows on"]
     heads += ["largest context", "peak in", "holds most", "host memory"]
+    heads += ["hours / GPU-hours"] if hardware.rates.known else []
     for head in [*heads, *([f"holds {format_count(first.context)}"] if with_context else [])]:
         made.add_column(head, justify="right" if head in ("largest context", "host memory") else "left")
     for config in configs:

@@ -47,7 +47,7 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
     with fake_rank(config, "cpu") as mesh, FakeTensorMode() as fake, MemoryMeter() as meter, work or nullcontext():
         with unset_fake_temporarily():  # a group looks at its values
             task = RandomTask(config, fake.from_tensor)
-        watch = _Watch(meter, progress or Progress(None), work)
+        watch = SimulationMonitor(meter, progress or Progress(None), work)
         source = simulated_source(config)
         trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model, source=source)
         facts = model_facts(trainer)
@@ -82,7 +82,7 @@ def _steps(trainer: Trainer) -> list[int]:
     return [fresh] if every == 1 or fresh + 1 >= steps else [fresh, fresh + 1]
 
 
-class _Watch(Monitor):
+class SimulationMonitor(Monitor):
     """Has garbage collected between verbs: what the first use of PyTorch's own parts leaves is no part of a step."""
 
     def __init__(self, meter: MemoryMeter, progress: Progress, work: WorkMeter | None):

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from longstraw.config import RatesConfig, SimulationConfig, from_dict, load_model_config, to_dict
+from longstraw.memory.fit import count
 from longstraw.models import build_model
 from longstraw.ops.attention import fused
 from longstraw.parallel import comm_meter
 from longstraw.parallel.collectives import Group
 from longstraw.simulation.simulate import simulate
+from longstraw.timing.estimate import predicted_seconds
 
 RATES = dict.fromkeys(vars(RatesConfig()), 1.0) | {"operation_us": 1e-3, "memory": 100.0, "links": 1e3}
 CHUNK, RESPONSE = 64, 40
@@ -57,6 +59,22 @@ def test_extrapolation_agrees_with_a_full_evaluation(backend, operation_us):
     assert sampled["rank_flops_by_verb"] == pytest.approx(full["rank_flops_by_verb"], rel=0.001)
     for verb, bound in full["predicted_bound_by_verb"].items():
         assert sampled["predicted_bound_by_verb"][verb] == pytest.approx(bound, rel=0.01)
+
+
+@pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
+def test_a_plan_agrees_with_a_simulation(prompt_grad, monkeypatch, tmp_path):
+    """Within 5 %: what is predicted from two counted steps, twice as long, and a step that is simulated.
+
+    Of this model some operations are bound by their bytes on few rows and by their arithmetic on many.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = job(prompt_grad=prompt_grad, group_size=3)
+    config = replace(config, context=20 * CHUNK + RESPONSE)  # the last chunk lacks one position
+    assert predicted_seconds(config) is None
+    count([config], line=True)
+    simulated = predicted(config)["predicted_seconds_by_verb"]
+    del simulated["optimizer"]
+    assert predicted_seconds(config) == pytest.approx(simulated, rel=0.05)
 
 
 def test_flops_are_those_of_the_formula():

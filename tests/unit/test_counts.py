@@ -10,7 +10,7 @@ from longstraw.config import from_dict, option
 from longstraw.memory.estimate import counts
 from longstraw.memory.kinds import KINDS
 
-COUNTED = counts.Counts({"replay": dict.fromkeys(KINDS, 5)}, host=3, tensors=2, narrow_gradients=1)
+COUNTED = counts.Counts({"replay": dict.fromkeys(KINDS, 5)}, host=3, tensors=2, narrow_gradients=1, first_narrowed=0)
 
 
 def configured(**keys):

@@ -31,7 +31,7 @@ FLOORS = [  # a module imports from its own floor or a lower one; the longest na
         "longstraw.tracking.run_folder",
         "longstraw.tracking.job_table",
     },
-    {"longstraw.training"},
+    {"longstraw.training", "longstraw.timing.estimate"},
     {"longstraw.simulation"},
     {"longstraw.memory.estimate.cut"},  # counts a simulated step
     {"longstraw.memory.fit"},

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +23,19 @@ from longstraw.config import RunConfig
 
 Kinds = dict[str, int]
 
-SOURCES = ("config", "ops", "layers", "models", "parallel", "memory", "rollout", "simulation", "training", "*.py")
+SOURCES = (
+    "config",
+    "ops",
+    "layers",
+    "models",
+    "parallel",
+    "memory",
+    "rollout",
+    "simulation",
+    "timing",
+    "training",
+    "*.py",
+)
 SECTIONS = ("model", "adapter", "algorithm", "optimizer", "state", "simulation")
 KEYS = ("context", "response_length", "chunk", "prompt_grad", "prompt_grad_window", "replay_tokens", "group_size")
 DRAWING = ("sample_batch", "temperature", "top_p", "top_k", "min_p")  # where responses are drawn
@@ -41,6 +53,7 @@ class Counts:
     tensors: int  # that are trained
     narrow_gradients: int  # bytes of their gradients in their own dtype
     first_narrowed: int  # the most bytes that bringing them into it adds before it frees as much
+    last: dict[str, list[list[float]]] = field(default_factory=dict)  # ``timing.work`` of each verb's last piece
 
 
 _counted: dict[str, Counts] = {}
@@ -83,6 +96,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
     sections["model"].pop("checkpoint", None)
     sections["optimizer"] = {name: sections["optimizer"][name] for name in OPTIMIZER}
     hardware = {name: getattr(config.hardware, name) for name in HARDWARE}
+    hardware |= {"rates": asdict(config.hardware.rates), "gpus_per_node": config.hardware.gpus_per_node}
     keys = (*KEYS, "rollout", *(DRAWING if config.rollout == "sample" else ()))
     return sections | {"hardware": hardware} | {name: getattr(config, name) for name in keys}
 

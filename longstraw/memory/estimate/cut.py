@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ from longstraw.parallel.fsdp import local_tensor
 from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallel_dims import resolve_dims
 from longstraw.simulation.sampled_model import Made, SampledModel, graphs, neighbours, signature
-from longstraw.simulation.simulate import fake_model
+from longstraw.simulation.simulate import SimulationMonitor, fake_model
 from longstraw.simulation.single_rank import RandomTask, fake_rank, simulated_source
 from longstraw.step import prefill
+from longstraw.timing.meter import WorkMeter
+from longstraw.timing.work import all_blocks
 from longstraw.training.model import Spread
-from longstraw.training.monitor import Monitor, Progress
+from longstraw.training.monitor import Progress
 from longstraw.training.optimizer import Optimizer
 from longstraw.training.trainer import build_trainer
 
@@ -85,7 +88,9 @@ class CutStep:
             mesh = stack.enter_context(fake_rank(self._config, "cpu"))
             self._fake = stack.enter_context(FakeTensorMode())
             self._meter = stack.enter_context(MemoryMeter())
-            self._watch = _Watch(self._meter, Progress(None))
+            hardware = self._config.hardware
+            self._work = stack.enter_context(WorkMeter(hardware)) if hardware.rates.known else None
+            self._watch = _Watch(self._meter, Progress(None), self._work)
             task, config = self._task(self._config), self._config
             self._trainer = build_trainer(
                 config, self._watch, task=task, mesh=mesh, make_model=self._make_model, source=simulated_source(config)
@@ -121,6 +126,8 @@ class CutStep:
             chosen = cut.blocks, _chunks(config), graphs(config)
             sampled = SampledModel(model, *chosen, make_gradient, cut.made)  # type: ignore[arg-type]
             setattr(trainer, name, sampled)
+            if self._work is not None and name == "model":
+                kinds = sampled.count_work(self._work)
         watch.verbs, watch.host = {}, 0
         gc.collect()
         try:
@@ -130,12 +137,17 @@ class CutStep:
         left_out = _trained(self._cuts[0].left_out())
         narrow, of_left_out = _bytes(trainer.optimizer.parameters), _bytes(left_out)
         verbs = {**watch.verbs, "optimizer": watch.before_update}
+        last = {}
+        for verb, pieces in self._work.verbs.items() if self._work is not None else ():
+            parts = all_blocks([piece for piece in pieces if piece.evaluated][-1], kinds)
+            last[verb] = [list(astuple(part)) for part in parts]
         return Counts(
             verbs,
             watch.host + (0 if config.optimizer.device is None else of_left_out),
             len(trainer.optimizer.parameters) + len(left_out),
             narrow + of_left_out,
             _narrowed(trainer.optimizer),
+            last,
         )
 
     def _learn_sizes(self) -> None:
@@ -190,21 +202,20 @@ class _Cut:
         return [block for block, here in self.blocks if not here]
 
 
-class _Watch(Monitor):
+class _Watch(SimulationMonitor):
     """Keeps each verb's peak by kind; what the first use of PyTorch's own parts leaves is collected between verbs."""
 
-    def __init__(self, meter: MemoryMeter, progress: Progress):
-        super().__init__(meter, progress)
+    def __init__(self, meter: MemoryMeter, progress: Progress, work: WorkMeter | None):
+        super().__init__(meter, progress, work)
         self.verbs: dict[str, Kinds] = {}
         self.before_update: Kinds = {}
         self.host = 0
 
     @contextmanager
     def verb(self, name: str, positions: int) -> Iterator[None]:
-        gc.collect()
-        self.meter.reset_peak()
-        self.before_update = self.meter.bytes_by_kind()
         with super().verb(name, positions):
+            self.meter.reset_peak()
+            self.before_update = self.meter.bytes_by_kind()
             yield
         kinds = self.meter.peak_bytes_by_kind
         self.verbs[name] = max(kinds, self.verbs.get(name, {}), key=lambda at: sum(at.values()))
