@@ -205,8 +205,8 @@ def replay(
     sums = None  # of loss, entropy and counts: nothing on the device grows with the group
     grad = retained.grad_from is not None
     packs = pack_branches(lengths, options.together)
-    rounds = pad_to_longest_rank(model, packs, [])
     with observer.verb("replay", sum(lengths)):
+        rounds = pad_to_longest_rank(model, packs, [])
         for pack in packs:
             branches = [group.responses[i] for i in pack]
             lps, entropies = _evaluate(model, retained, branches, grad=grad, temperature=options.temperature)

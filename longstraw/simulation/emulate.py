@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ def emulate(config: RunConfig, progress: Progress, watching: type[Monitor] = Mon
     backend, every = config.hardware.backend, config.simulation.every
     with fake_rank(config, backend) as mesh, MemoryMeter() as meter:
         watch = watching(meter, progress, backend=backend)
-        source = simulated_source(config)
-        trainer = build_trainer(config, watch, task=RandomTask(config), mesh=mesh, make_model=_model, source=source)
+        make_model, source = partial(_model, mesh=mesh), simulated_source(config)
+        trainer = build_trainer(config, watch, task=RandomTask(config), make_model=make_model, source=source)
         facts = model_facts(trainer) | {"stepped_over": not every}
         sample_model(trainer, blocks=False)
         for step in range(config.steps):

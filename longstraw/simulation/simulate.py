@@ -14,6 +14,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,8 @@ def simulate(config: RunConfig, progress: Progress | None = None) -> Iterator[di
         with unset_fake_temporarily():  # a group looks at its values
             task = RandomTask(config, fake.from_tensor)
         watch = SimulationMonitor(meter, progress or Progress(None), work)
-        source = simulated_source(config)
-        trainer = build_trainer(config, watch, task=task, mesh=mesh, make_model=fake_model, source=source)
+        make_model, source = partial(fake_model, mesh=mesh), simulated_source(config)
+        trainer = build_trainer(config, watch, task=task, make_model=make_model, source=source)
         facts = model_facts(trainer)
         kinds = sample_model(trainer, blocks=True, work=work)
         gc.collect()

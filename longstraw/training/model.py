@@ -17,7 +17,7 @@ from longstraw.parallel.mesh import Mesh
 from longstraw.parallel.parallelize import Parallel
 
 Spread = tuple[Decoder, Parallel | None]
-MakeModel = Callable[[RunConfig, Mesh | None], Spread]
+MakeModel = Callable[[RunConfig], Spread]
 
 
 def configured_model(config: RunConfig, mesh: Mesh | None = None) -> Spread:

@@ -20,7 +20,7 @@ from longstraw.models.decoder import Decoder
 from longstraw.ops.host_sync import read_scalar
 from longstraw.rollout.group import Rollout
 from longstraw.step import StepResult
-from longstraw.training.flops import step_flops
+from longstraw.training.flops import Evaluated, step_flops
 from longstraw.training.monitor import Monitor
 
 
@@ -149,9 +149,7 @@ def predicted(taken: Sequence[Taken], config: RunConfig, *, optimizer_held: bool
 
 def _flops(one: Taken, model: Decoder, config: RunConfig) -> float:
     scorings = bool(config.algorithm.kl_coef) + (config.algorithm.old_logprobs == "score")
-    return step_flops(
-        model,
-        config,
+    evaluated = Evaluated(
         prompt_positions=one.prompt_positions,
         responses=one.response_positions,
         prefilled=one.state_age == 0,
@@ -159,6 +157,7 @@ def _flops(one: Taken, model: Decoder, config: RunConfig) -> float:
         sampled=one.sampled if one.rollout_age == 0 and config.rollout == "sample" else (),
         trained=one.trained,
     )
+    return step_flops(model, config, evaluated)
 
 
 def drawn(taken: Sequence[Taken], seconds: float | None) -> dict[str, Any]:

@@ -345,28 +345,25 @@ def build_trainer(
     watch: Monitor,
     *,
     task: Task | None = None,
-    mesh: Mesh | None = None,
     make_model: MakeModel | None = None,
     run_dir: Path = Path(),
     source: Source | None = None,
 ) -> Trainer:
     """Return model, data and optimizer of a job, with their bytes known to the meter.
 
-    ``task``, ``mesh``, what makes the model and the source of responses are the configured ones where none are given.
+    ``task``, what makes the model and the source of responses are the configured ones where none are given.
     Adapters for a server go to ``run_dir``.
     """
-    task, make_model = task or build_task(config), make_model or configured_model
+    task = task or build_task(config)
     config = with_scores(config, task)
     torch.manual_seed(config.seed)
-    if mesh is None and config.hardware.world_size > 1:
-        limit = timedelta(seconds=config.hardware.timeout_s)
-        mesh = build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend, limit)
-    model, parallel = make_model(config, mesh)
+    make_model = make_model or partial(configured_model, mesh=_build_mesh(config))
+    model, parallel = make_model(config)
     if parallel is not None and parallel.mesh.sizes.dp > 1:
         check_step_groups(config.algorithm)
     reference = None
     if config.algorithm.kl_coef and config.adapter.name == "none":
-        reference = make_model(config, mesh)[0].requires_grad_(False)
+        reference = make_model(config)[0].requires_grad_(False)
         watch.meter.tag("parameters", list(reference.parameters()))
     watch.meter.tag("parameters", [*model.parameters(), *model.buffers()])
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -374,6 +371,14 @@ def build_trainer(
     if source is None:
         source = source_of(config, partial(save_policy, model, parallel, config.adapter), run_dir / "served")
     return Trainer(config, model, task, watch, optimizer, source, reference, parallel)
+
+
+def _build_mesh(config: RunConfig) -> Mesh | None:
+    """Return the mesh of the ranks of a job; None: one process has the model."""
+    if config.hardware.world_size == 1:
+        return None
+    limit = timedelta(seconds=config.hardware.timeout_s)
+    return build_mesh(resolve_dims(config.model, config.hardware), config.hardware.backend, limit)
 
 
 def save_trained(trainer: Trainer, folder: Path) -> None:

@@ -23,7 +23,7 @@ from longstraw.config.overrides import FOLDERS, check
 from longstraw.run import parse, register
 
 OPTIONS = [(group, name) for group in FOLDERS if group != "sweep" for name in available(group) if name != "auto"]
-NEEDS = {"jsonl": ["data.path=prompts.jsonl"]}
+NEEDS = {"jsonl": ["data.path=prompts.jsonl"], "rollouts": ["data.path=rollouts.jsonl"]}
 
 
 def composed(*overrides):

@@ -47,7 +47,7 @@ FULL = {
     "slurm": {"slurm_mail_user": "me"},
 }
 WRITTEN = {"spec.json", "process.json", "error.txt", "result.json", "records.jsonl"}
-NOT_SLURMS = {"python", "dp", "ep", "name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s"}
+NOT_SLURMS = {"python", "dp", "ep", "name", "backend", "ranks", "memory_gb", "reserve_gb", "timeout_s", "rates"}
 
 
 def config(hardware=CPU, **values):
@@ -125,7 +125,7 @@ def test_slurm_parameters():
         "stderr_to_stdout": True,
         "slurm_gres": "gpu:h20:8",
         "slurm_setup": ["module load cuda"],
-        "slurm_srun_args": ["--kill-on-bad-exit=0", "--wait=600", "--cpus-per-task=12"],
+        "slurm_srun_args": ["--kill-on-bad-exit=0", "--wait=1800", "--cpus-per-task=12"],
         "slurm_partition": "gpu",
         "slurm_account": "acc",
         "slurm_qos": "high",
@@ -174,7 +174,7 @@ def test_jobs_with_the_same_resources_are_one_array(tmp_path, slurm):
     assert "#SBATCH --time=1440" in first
     assert "#SBATCH --time=7" in second
     for script in (first, second):
-        assert "--kill-on-bad-exit=0 --wait=600" in script
+        assert "--kill-on-bad-exit=0 --wait=1800" in script
         assert "#SBATCH --partition=p" in script
     assert [handles[job.run_dir].job_id for job in jobs] == ["100_0", "101", "100_1"]
 

@@ -3,10 +3,9 @@
 import json
 import os
 import signal
-import threading
 
 import pytest
-from jobs import cpu_job
+from jobs import cpu_job, exit_status
 
 from longstraw.runtime.preemption import Stop, Superseded
 from longstraw.tracking.recorder import RunIdentity, records_path
@@ -166,17 +165,14 @@ def test_between_two_refreshes_the_work_since_the_last_is_done_again(tmp_path, m
 
 
 def killed(folder, at, changes):
-    """Run the job in a child that is killed at a chunk or branch; return the child's exit status."""
-    child = os.fork()
-    if child == 0:
-        threading.Timer(120, os._exit, [3]).start()
-        with pytest.MonkeyPatch.context() as patch:
-            at_advance(patch, at, signalled(signal.SIGKILL))
-            try:
-                run(folder, 0, **changes)
-            finally:
-                os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run the job in a process that is killed at a chunk or branch; return its exit status."""
+    return exit_status(run_killed, folder, at, changes)
+
+
+def run_killed(folder, at, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        at_advance(patch, at, signalled(signal.SIGKILL))
+        run(folder, 0, **changes)
 
 
 @pytest.mark.parametrize("at", [2, 30])
@@ -200,24 +196,22 @@ def test_without_a_checkpoint_everything_is_done_again_and_marked(tmp_path, undi
     assert outcome(tmp_path, 0, 1) == undisturbed()
 
 
-@pytest.mark.parametrize("moment", ["while it saves", "after it saved"])
-def test_a_job_that_was_killed_when_all_steps_were_done_saves_again(tmp_path, monkeypatch, undisturbed, moment):
+def run_dying_when_saved(folder, moment):
     def dies(trainer, folder):
         save(trainer, folder)
         if moment == "while it saves":
             (folder / "model").rename(folder / ".model.x")
         os._exit(5)
 
-    save, child = train.save_trained, os.fork()
-    if child == 0:
-        threading.Timer(120, os._exit, [3]).start()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "save_trained", dies)
-            try:
-                run(tmp_path, 0, checkpoint={"every": 1})
-            finally:
-                os._exit(4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    save = train.save_trained
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_trained", dies)
+        run(folder, 0, checkpoint={"every": 1})
+
+
+@pytest.mark.parametrize("moment", ["while it saves", "after it saved"])
+def test_a_job_that_was_killed_when_all_steps_were_done_saves_again(tmp_path, undisturbed, moment):
+    assert exit_status(run_dying_when_saved, tmp_path, moment) == 5
     assert run(tmp_path, 1, checkpoint={"every": 1}) is None
     assert outcome(tmp_path, 0, 1) == undisturbed()
     assert sorted(path.name for path in tmp_path.iterdir() if "model" in path.name) == ["model"]

@@ -67,7 +67,7 @@ class Recording(MemoryMeter):
 
 def observe(model):
     """Simulate a step; return what it calls of ``UNORDERED``, and how often the host reads a value, by verb."""
-    reads, verb = Counter(), simulation._Watch.verb
+    reads, verb = Counter(), simulation.SimulationMonitor.verb
 
     @contextmanager
     def counting(self, name, positions):
@@ -79,7 +79,7 @@ def observe(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recording, "found", set(), raising=False)
         patch.setattr(simulation, "MemoryMeter", Recording)
-        patch.setattr(simulation._Watch, "verb", counting)
+        patch.setattr(simulation.SimulationMonitor, "verb", counting)
         list(simulate(job(model)))
         return Recording.found, reads
 

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longstraw.config import from_dict, option
 from longstraw.models import build_model
-from longstraw.training.flops import step_flops
+from longstraw.training.flops import Evaluated, step_flops
 
 PROMPT = 2**20
 
@@ -23,7 +23,7 @@ def configured(**keys):
 
 def flops_of(model, **keys):
     lengths = {"prompt_positions": PROMPT + 1, "responses": [8192] * 8}
-    return step_flops(model, configured(**keys), **lengths, prefilled=True, scored=0)
+    return step_flops(model, configured(**keys), Evaluated(**lengths, prefilled=True))
 
 
 def attention(model, start, end):
@@ -91,12 +91,12 @@ def test_a_step(big):
 
 def test_scoring_and_a_retained_prompt(big):
     once = {"prompt_positions": 1001, "responses": [10, 20]}
-    base = step_flops(big, configured(), **once, prefilled=False, scored=0)
-    prompt = step_flops(big, configured(), **once, prefilled=True, scored=0) - base
-    scored = step_flops(big, configured(), **once, prefilled=False, scored=2) - base
+    base = step_flops(big, configured(), Evaluated(**once, prefilled=False))
+    prompt = step_flops(big, configured(), Evaluated(**once, prefilled=True)) - base
+    scored = step_flops(big, configured(), Evaluated(**once, prefilled=False, scored=2)) - base
     assert prompt == big.flops(0, 1000, state_only=True)
     assert scored == 2 * sum(big.flops(1000, 1000 + n) + big.head_flops(n) for n in (10, 20))
-    reference = step_flops(big, configured(algorithm={"kl_coef": 0.1}), **once, prefilled=True, scored=0) - base
+    reference = step_flops(big, configured(algorithm={"kl_coef": 0.1}), Evaluated(**once, prefilled=True)) - base
     assert reference == 2 * prompt
 
 

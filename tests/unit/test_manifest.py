@@ -95,10 +95,14 @@ def test_commands_that_write_at_once_lose_no_entry(tmp_path):
     for number in range(8):
         child = os.fork()
         if child == 0:
-            for turn in range(5):
-                job = Job(0, [], tmp_path / f"{number}-{turn}", config(), Placement("run", "local", ""))
-                write_manifest([job], tmp_path, {}, None)
-            os._exit(0)
+            status = 1
+            try:
+                for turn in range(5):
+                    job = Job(0, [], tmp_path / f"{number}-{turn}", config(), Placement("run", "local", ""))
+                    write_manifest([job], tmp_path, {}, None)
+                status = 0
+            finally:
+                os._exit(status)  # whatever happens: this is a copy of the process that runs the tests
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 8
     assert len(read_manifest(tmp_path)) == 40

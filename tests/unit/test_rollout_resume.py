@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import threading
 
 import pytest
+from jobs import exit_status
 from test_checkpoint_policy import outcome, rows, signalled
 from test_rollout import LLAMA, sampled_job
 
@@ -63,17 +63,23 @@ def disturb(monkeypatch, where, number, act):
 
 
 def killed(folder, where, number, changes):
-    """Run the job in a child that is killed there; return the child's exit status."""
-    child = os.fork()
-    if child == 0:
-        threading.Timer(120, os._exit, [3]).start()
-        with pytest.MonkeyPatch.context() as patch:
-            disturb(patch, where, number, signalled(signal.SIGKILL))
-            try:
-                run(folder, 0, **changes)
-            finally:
-                os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run the job in a process that is killed there; return its exit status."""
+    return exit_status(run_killed, folder, where, number, changes)
+
+
+def run_killed(folder, where, number, changes):
+    with pytest.MonkeyPatch.context() as patch:
+        disturb(patch, where, number, signalled(signal.SIGKILL))
+        run(folder, 0, **changes)
+
+
+def run_killed_before_step_3(folder):
+    take = Trainer.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Trainer, "step", lambda self, step: os.kill(os.getpid(), signal.SIGKILL) if step == 3 else take(self, step)
+        )
+        run(folder, 0, **AGAIN | {"checkpoint": {"every": 1}})
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +153,7 @@ def test_a_signal_while_a_job_draws_or_rewards_drops_the_step_and_keeps_a_checkp
 
 def test_a_job_killed_between_updates_on_the_same_responses_repeats_them(tmp_path, undisturbed):
     folder = tmp_path / "run"
-    child = os.fork()
-    if child == 0:
-        take = Trainer.step
-        Trainer.step = lambda self, step: os.kill(os.getpid(), signal.SIGKILL) if step == 3 else take(self, step)
-        run(folder, 0, **AGAIN | {"checkpoint": {"every": 1}})
-        os._exit(4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert exit_status(run_killed_before_step_3, folder) == -signal.SIGKILL
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000002"]
     run(folder, 1, **AGAIN | {"checkpoint": {"every": 1}})
     assert [(row["step"], row["repeated"]) for row in rows(folder, 1)] == [(2, True), (3, False)]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,11 @@ class CutStep:
             self._watch = _Watch(self._meter, Progress(None), self._work)
             task, config = self._task(self._config), self._config
             self._trainer = build_trainer(
-                config, self._watch, task=task, mesh=mesh, make_model=self._make_model, source=simulated_source(config)
+                config,
+                self._watch,
+                task=task,
+                make_model=partial(self._make_model, mesh=mesh),
+                source=simulated_source(config),
             )
             self._models = [self._trainer.model, self._trainer.reference]
             self._trainer.optimizer.make_state()
