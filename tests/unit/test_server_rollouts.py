@@ -255,7 +255,7 @@ def test_a_prompt_that_the_server_changes_is_refused(serve, tmp_path):
         ({"server": {"api": "text"}}, "has no way to load adapters"),
         ({"server": {"api": "txt"}}, "is not one of tokens, text; did you mean text"),
         ({"top_p": 0.9}, "server.correction=none and algorithm.old_logprobs=none"),
-        ({"mode": "simulate"}, "mode=simulate evaluates no text"),
+        ({"mode": "simulate"}, "mode=simulate asks no server: use rollout=given or sample"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_job(changes, reason):

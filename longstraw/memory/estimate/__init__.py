@@ -146,6 +146,8 @@ def _prediction(
     for verb, kinds in first.verbs.items():
         if prefilled or verb not in ("prefill", "score", "sample"):
             verbs[verb] = {kind: _mean(weights, [count.verbs[verb][kind] for count in counts]) for kind in kinds}
+    if config.refresh_every > 1 and not Lengths.of(config).graded:  # the prompt stays for the next step
+        verbs["optimizer"] = {**verbs["optimizer"], "retained": verbs["replay"]["retained"]}
     state = verbs["optimizer"]["optimizer"]
     if not held or config.optimizer.name == "none":
         verbs = {verb: {**kinds, "optimizer": 0} for verb, kinds in verbs.items()}
