@@ -31,10 +31,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longstraw.memory.fake_depth import FakeDepth
 from longstraw.memory.kinds import KINDS
 from longstraw.ops.fake_workspace import SCRATCH
 from longstraw.ops.host_offload import HOST_EMPTY
@@ -80,8 +80,7 @@ class MemoryMeter(TorchDispatchMode):
         self._verb = NO_VERB
         self._handles: list[Any] = []
         self._entered = False
-        self._fake_mode: Any = None
-        self._fake_depth = 0
+        self._depth = FakeDepth()
         self._resize_before: Any = None
         self.reset_peak()
 
@@ -163,8 +162,7 @@ class MemoryMeter(TorchDispatchMode):
         if self._entered:
             raise RuntimeError("this MemoryMeter is entered already; one meter counts a whole step, verbs divide it")
         self._entered = True
-        self._fake_mode = active_fake_mode()
-        self._fake_depth = self._times_entered()
+        self._depth = FakeDepth()
         for entry in list(self._live.values()):  # entered again: sizes may have changed unseen
             storage = entry()
             if storage is not None:
@@ -193,16 +191,13 @@ class MemoryMeter(TorchDispatchMode):
             if hasattr(cls, "__tensor_flatten__"):  # a wrapper (DTensor): it runs, its inner operations come here
                 return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if func is _DEVICE or self._times_entered() > self._fake_depth:
+        if func is _DEVICE or self._depth.deeper:
             return out
         self._see(out if isinstance(out, (tuple, list)) else (out,), func, args, kwargs)
         kind = _kind_of(func)
         if kind is not None:
             self._sort(kind, [out] if func is SCRATCH else [out, *args, *(kwargs or {}).values()])
         return out
-
-    def _times_entered(self) -> int:
-        return 0 if self._fake_mode is None else len(self._fake_mode.enter_stack)
 
     def _sort(self, kind: str, values: Sequence[Any]) -> None:
         """Move the storages of these to ``kind``, those that have none yet."""
@@ -219,7 +214,7 @@ class MemoryMeter(TorchDispatchMode):
         for result in results:
             if isinstance(result, torch.Tensor):
                 storage = _storage_of(result)
-                if storage is None or (type(result) is FakeTensor and result.fake_mode is not self._fake_mode):
+                if storage is None or (type(result) is FakeTensor and result.fake_mode is not self._depth.mode):
                     continue
                 entry = self._live.get(storage._cdata)
                 if entry is not None and entry() is storage:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw.config import HardwareConfig
+from longstraw.memory.fake_depth import FakeDepth
 from longstraw.parallel.collectives import UNLABELLED, current_label
 from longstraw.parallel.comm_meter import Message, message_of
 from longstraw.timing.costs import RESOURCE_OF, bytes_of, flops_of
@@ -39,7 +40,13 @@ class WorkMeter(TorchDispatchMode):
             raise ValueError(f"hardware.rates has no value for {missing}")
         self._hardware, self._rates = hardware, vars(hardware.rates)
         self._now = Sums(float)  # of the block, or the rest, that is running
+        self._depth = FakeDepth()
         self.reset()
+
+    def __enter__(self) -> WorkMeter:
+        self._depth = FakeDepth()
+        super().__enter__()
+        return self
 
     def reset(self) -> None:
         """Start anew from nothing."""
@@ -97,7 +104,7 @@ class WorkMeter(TorchDispatchMode):
                 return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._pieces is not None and func.namespace != "prim":
+        if self._pieces is not None and func.namespace != "prim" and not self._depth.deeper:
             self._began = True
             self._count(func, args, kwargs, out)
         return out

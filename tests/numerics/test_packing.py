@@ -204,10 +204,12 @@ def test_the_peak_is_that_of_one_branch(name):
     """Of a graph with many segments, and of twice as many branches."""
 
     def peak(lengths, tokens):
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = MODELS[name]().config.vocab_size
+        # outside the meter: ids of a response are in host memory, which is the device's here
+        ids = [torch.randint(vocabulary, (n,), generator=generator) for n in (129, *lengths)]
         with MemoryMeter() as meter:
             model = MODELS[name](dtype=torch.float32)
-            generator = torch.Generator().manual_seed(0)
-            ids = [torch.randint(model.config.vocab_size, (n,), generator=generator) for n in (129, *lengths)]
             group = replace(group_of(name, 130, RAGGED), prompt=ids[0], responses=ids[1:], old_logprobs=None,
                             loss_masks=None, rewards=[float(i % 2) for i in range(len(lengths))])  # fmt: skip
             retained = prefill(model, group.prompt, chunk=64, grad_from=0)

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from longstraw.config import HardwareConfig, RatesConfig
 from longstraw.ops.attention import cpu, fused, reference
 from longstraw.ops.host_offload import QueryGradients
@@ -117,6 +119,16 @@ def test_an_operation_is_bound_by_its_arithmetic_or_its_bytes():
         torch.mm(x, y)
     (piece,) = meter.verbs["prefill"]
     assert piece.rest == Work(products=pytest.approx(64e-5), launches=pytest.approx(3e-6), flops=64)
+
+
+def test_operations_by_which_shapes_are_worked_out_are_left_out():
+    with FakeTensorMode() as fake, WorkMeter(HARDWARE) as meter, meter.verb("optimizer"):
+        x = torch.zeros(4)
+        with fake:
+            _ = torch.zeros(4) + 1
+        x.add_(1)
+    (piece,) = meter.verbs["optimizer"]
+    assert piece.rest.launches == pytest.approx(2e-6)
 
 
 def test_what_was_not_evaluated_lies_between():
