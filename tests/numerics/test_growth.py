@@ -31,7 +31,7 @@ def test_the_peak_does_not_grow_with_the_group(tmp_path):
 @pytest.mark.parametrize(("prompt_grad", "contexts"), [("detached", (1536, 3072, 6144)), ("exact", (1536, 3072))])
 def test_doubling_the_context_adds_the_state_and_nothing_of_its_order(tmp_path, prompt_grad, contexts):
     rows = [peak(tmp_path / str(c), c, 2, prompt_grad=prompt_grad) for c in contexts]
-    verb = {"detached": "replay", "exact": "prompt_backward"}[prompt_grad]  # AdamW's state may be more than short ones
+    verb = {"detached": "prefill", "exact": "prompt_backward"}[prompt_grad]  # a replay also grows up to a tile of rows
     keys = ["retained_bytes"] + ["state_gradient_bytes", "snapshot_bytes"] * (prompt_grad == "exact")
     for less, more in pairwise(rows):
         state = sum(more[key] - less[key] for key in keys)
