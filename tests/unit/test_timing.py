@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
-
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longstraw.config import HardwareConfig, RatesConfig
 from longstraw.ops.attention import cpu, fused, reference
