@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import HostRows, Rows, Staging, host_empty
+from longstraw.ops.kept import Kept
 from longstraw.ops.past import BranchPast, Past
 
 Tensors = dict[str, Tensor]
@@ -33,6 +34,7 @@ class RowStorage:
     dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
     staging: Staging | None = None  # of all layers of one prompt
+    keep_attention: bool = False  # attention's results stay until the backward of what was evaluated
 
 
 DEFAULT_STORAGE = RowStorage()
@@ -98,11 +100,12 @@ class Appended:
         self.positions = 0
         self._spans: list[tuple[int, int]] = []  # the positions whose rows are here, rising
         self._device, self._staging, self._dtype = like.device, storage.staging, like.dtype
-        kept = storage.dtype or like.dtype
+        self._keeps_attention = storage.keep_attention
+        stored = storage.dtype or like.dtype
         self._gradient_dtype = storage.gradient_dtype or torch.promote_types(
-            torch.promote_types(like.dtype, kept), torch.float32
+            torch.promote_types(like.dtype, stored), torch.float32
         )
-        self._rows = {name: self._empty((capacity, *shape), kept) for name, shape in rows.items()}
+        self._rows = {name: self._empty((capacity, *shape), stored) for name, shape in rows.items()}
         self._layer = -1 if self._staging is None else self._staging.add(self._rows)
         self._grad_from = grad_from
         self._trained = [name for name in rows if name not in frozen]
@@ -126,11 +129,13 @@ class Appended:
         if self._staging is not None:
             self._staging.restart()
         rows = {name: self._read(name, rows[:held]) for name, rows in self._rows.items()}
-        if not grad or self._grad_from is None or end <= self._grad_from:
-            return Past(end, rows, spans=spans)
-        size = held - self._held(self._grad_from)
-        grads = {name: self._read(name, buffer[:size]) for name, buffer in self._buffers().items()}
-        return Past(end, rows, grads, spans)
+        grads = {}
+        if grad and self._grad_from is not None and end > self._grad_from:
+            size = held - self._held(self._grad_from)
+            grads = {name: self._read(name, buffer[:size]) for name, buffer in self._buffers().items()}
+        past = Past(end, rows, grads, spans)
+        past.kept = Kept() if self._keeps_attention else None
+        return past
 
     def branch(self, count: int, room: Chunk) -> BranchPast:
         shared, size = self.leaves(self.positions, grad=False), room.stop - room.start

@@ -194,6 +194,7 @@ class _Step:
         self.send = sender(sizes, self.w, self.f)
         self.summed = self.f if config.optimizer.gradient_dtype == "float32" else self.w  # bytes that gradients sum in
         self.everything = config.adapter.name == "none"
+        self.kept = config.state.keep_attention
         whole = build_model(config.model, device="meta")
         self.shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.named_parameters()]
         self.blocks = [_Parameters() for _ in range(config.model.num_hidden_layers + 1)]  # the last: the final norm
@@ -256,7 +257,10 @@ class _Step:
         """Each block evaluated again, and the gradients of what it sent."""
         sent: Bytes = Counter()
         for layer in range(self.first, layers):
-            sent += self.send.forward(self.model, layer, n, past, False) + self.send.backward(self.model, layer, n)
+            again = self.send.forward(self.model, layer, n, past, False)
+            if self.kept:
+                again = Counter({key: size for key, size in again.items() if key[1] not in ("attention", "selection")})
+            sent += again + self.send.backward(self.model, layer, n)
         sent["all_gather", "parameters"] += sum(block.gathered for block in self.blocks[self.first :])
         if self.everything:
             sent["all_gather", "vocabulary"] += self.send.rows(n, self.model.hidden_size * self.w)

@@ -53,11 +53,15 @@ class OptimizerConfig:
 
 @dataclass
 class StateConfig:
-    """How retained rows (keys and values, latents) are stored. States of fixed size are not affected."""
+    """How retained rows (keys and values, latents) are stored, and what attending to them leaves for the backward.
+
+    States of fixed size are not affected.
+    """
 
     dtype: str | None = None  # float32 | bfloat16; None: the model's
     gradient_dtype: str | None = None  # of their gradient: float32 | bfloat16; None: at least float32
     device: str | None = None  # cpu: in host memory, copied to the device when they are read; None: the model's
+    keep_attention: bool = False  # attention's results stay until their backward, instead of being made again for it
 
     def __post_init__(self) -> None:
         for key, names in (("dtype", ROW_DTYPES), ("gradient_dtype", ROW_DTYPES), ("device", ("cpu",))):

@@ -27,6 +27,7 @@ FREE = (
     "server.url",
     "simulation",
     "state.device",
+    "state.keep_attention",
     "steps",
     "tracking",
 )

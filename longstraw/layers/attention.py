@@ -102,7 +102,11 @@ class Attention(nn.Module):
         """Return the FLOPs of positions [start, end), which attend to all before them."""
         if state_only:
             return (end - start) * weight_flops(self.k_proj, self.v_proj)
-        return (end - start) * weight_flops(self) + 4 * self.heads * self.head_dim * pairs(start, end)
+        return (end - start) * weight_flops(self) + self.attention_flops(start, end)
+
+    def attention_flops(self, start: int, end: int) -> int:
+        """Return those of ``flops`` that ``state.keep_attention`` saves a recomputation."""
+        return 4 * self.heads * self.head_dim * pairs(start, end)
 
     def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
         heads, width = self.kv_heads, self.head_dim

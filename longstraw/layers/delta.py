@@ -118,6 +118,9 @@ class GatedDeltaNet(nn.Module):
         rule = rule_flops(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
         return (end - start) * (weight_flops(self) + rule + 2 * sum(self.widths) * self.taps)
 
+    def attention_flops(self, start: int, end: int) -> int:
+        return 0
+
     def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
         share, key, value = self.ops.context.share, self.key_dim, self.value_dim
         keys, values = share(self.key_heads), share(self.value_heads)

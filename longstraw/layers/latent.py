@@ -21,6 +21,7 @@ from longstraw.layers.op_cases import Case, Draw, differentiated
 from longstraw.layers.rotary import rotary_angles, rotate_pairs
 from longstraw.ops import Ops
 from longstraw.ops.host_offload import RetainedRows
+from longstraw.ops.kept import once
 from longstraw.ops.latent import attend_rows
 from longstraw.state import DEFAULT_STORAGE, Appended, Past, RowStorage, Tensors
 
@@ -44,10 +45,15 @@ class Indexer(nn.Module):
 
         ``q_latent`` is the layer's compressed query; ``key`` [T, D] is ``keys(x)``.
         """
-        query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
-        inner = torch.promote_types(x.dtype, torch.float32)
-        weights = F.linear(x.to(inner), self.weights_proj.weight.to(inner)) * self.heads**-0.5
-        return self.ops.context.select_rows(query, weights, key, past, self.count, scale=self.head_dim**-0.5)
+
+        def choose() -> tuple[Tensor]:
+            query = angles.turn(self.wq_b(q_latent).unflatten(-1, (self.heads, -1)))
+            inner = torch.promote_types(x.dtype, torch.float32)
+            weights = F.linear(x.to(inner), self.weights_proj.weight.to(inner)) * self.heads**-0.5
+            scale = self.head_dim**-0.5
+            return (self.ops.context.select_rows(query, weights, key, past, self.count, scale=scale),)
+
+        return once(past.kept, "rows", choose)[0]
 
     @torch.no_grad()
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
@@ -139,8 +145,18 @@ class LatentAttention(nn.Module):
         if state_only:
             return index + (end - start) * weight_flops(self.kv_a_proj_with_mqa)
         own = weight_flops(self) - (0 if self.indexer is None else weight_flops(self.indexer))
+        return index + (end - start) * own + self._rows_flops(start, end)
+
+    def attention_flops(self, start: int, end: int) -> int:
+        """Return those of ``flops`` that ``state.keep_attention`` saves a recomputation, choice of rows included."""
+        if self.indexer is None:
+            return self._rows_flops(start, end)
+        index = self.indexer.flops(start, end, False) - self.indexer.flops(start, end, True)
+        return index + self._rows_flops(start, end)
+
+    def _rows_flops(self, start: int, end: int) -> int:
         width = 2 * self.config.kv_lora_rank + self.widths[1]
-        return index + (end - start) * own + 2 * self.heads * width * self._chosen(start, end)
+        return 2 * self.heads * width * self._chosen(start, end)
 
     def op_cases(self, draw: Draw, positions: int, rows: int) -> list[Case]:
         width, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim

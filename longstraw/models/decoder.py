@@ -36,6 +36,8 @@ class Mixer(Protocol):
 
     def flops(self, start: int, end: int, state_only: bool) -> int: ...
 
+    def attention_flops(self, start: int, end: int) -> int: ...
+
 
 class Block(nn.Module):
     """``x += mixer(norm(x)); x += feedforward(norm(x))``. A subclass names the mixer as its checkpoints do."""
@@ -100,7 +102,8 @@ def _row_storage(state: StateConfig, device: torch.device) -> RowStorage:
     dtype, gradient_dtype = (
         None if name is None else getattr(torch, name) for name in (state.dtype, state.gradient_dtype)
     )
-    return RowStorage(dtype, gradient_dtype, Staging(device) if state.device == "cpu" else None)
+    staging = Staging(device) if state.device == "cpu" else None
+    return RowStorage(dtype, gradient_dtype, staging, state.keep_attention)
 
 
 class Decoder(nn.Module):
@@ -167,6 +170,8 @@ class Decoder(nn.Module):
         blocks = self._blocks()
         for i, (block, layer_past) in enumerate(zip(blocks, past, strict=True)):
             layer_past.chunk = chunk
+            if not torch.is_grad_enabled():
+                layer_past.kept = None  # no backward will come
             arguments = (x, layer_past, handed, state_only and i == len(blocks) - 1)
             if torch.is_grad_enabled():
                 x, update, handed = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -197,6 +202,11 @@ class Decoder(nn.Module):
         """
         blocks = self._blocks()
         return sum(block.flops(start, end, state_only and i == len(blocks) - 1) for i, block in enumerate(blocks))
+
+    def attention_flops(self, start: int, end: int, state_only: bool = False) -> int:
+        """Return those of ``flops`` that joining positions by attention takes, the choice of rows included."""
+        blocks = self._blocks()[: -1 if state_only else None]
+        return sum(block.mixer.attention_flops(start, end) for block in blocks)
 
     def head_flops(self, count: int) -> int:
         """Return the FLOPs of the logits of ``count`` positions."""

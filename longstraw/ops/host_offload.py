@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longstraw.ops.kept import Kept
+
 
 @torch.library.custom_op("longstraw::host_empty", mutates_args=(), device_types=None)
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -61,11 +63,13 @@ Rows = Tensor | HostRows
 class RetainedRows(NamedTuple):
     """The two kinds of rows [P, ...] that a layer reads, and buffers for the gradient of the last of them.
 
-    A backward adds into the buffers, in at least float32. If a buffer is None, its rows get no gradient.
+    A backward adds into the buffers, in at least float32. If a buffer is None, its rows get no gradient. ``kept`` is
+    where the result of attending to them stays until the backward.
     """
 
     rows: tuple[Rows, Rows]
     grads: tuple[Rows | None, Rows | None] = (None, None)
+    kept: Kept | None = None
 
 
 class QueryGradients(NamedTuple):

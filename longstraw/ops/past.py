@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import HostRows, RetainedRows, Rows
+from longstraw.ops.kept import Kept
 
 
 class Past:
@@ -18,10 +19,11 @@ class Past:
     ``rows(name)`` are retained rows on the device or in host memory, for operations that copy them; ``grad(name)`` is
     the buffer for the gradient of the last of them, None if they get none.
     ``positions`` is the number of earlier positions, ``spans`` those whose rows this rank holds. ``chunk`` is set by
-    the model that evaluates new positions; None: this rank evaluates all of them.
+    the model that evaluates new positions; None: this rank evaluates all of them. ``kept`` is where attention's results
+    stay from the new positions' evaluation to their recomputation; None: they are made again.
     """
 
-    __slots__ = ("_grads", "_tensors", "chunk", "positions", "spans")
+    __slots__ = ("_grads", "_tensors", "chunk", "kept", "positions", "spans")
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Past:
         self.positions = positions
         self.spans = ((0, positions),) if spans is None else spans
         self.chunk: Chunk | None = None
+        self.kept: Kept | None = None
         self._tensors, self._grads = tensors, grads or {}
 
     def new_positions(self, count: int, device: torch.device) -> Tensor:
@@ -53,7 +56,7 @@ class Past:
     def pair(self, first: str, second: str) -> RetainedRows:
         """Return two kinds of rows and the buffers for their gradients."""
         grads = (self._grads.get(first), self._grads.get(second))
-        return RetainedRows((self._tensors[first], self._tensors[second]), grads)
+        return RetainedRows((self._tensors[first], self._tensors[second]), grads, self.kept)
 
     def grad(self, name: str) -> Rows | None:
         return self._grads.get(name)

@@ -33,6 +33,7 @@ from longstraw.ops.attention import (
 )
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import QueryGradients, RetainedRows
+from longstraw.ops.kept import once
 from longstraw.ops.past import BranchPast, Past
 from longstraw.ops.sequence_ops import Sections
 from longstraw.parallel import branches
@@ -127,14 +128,18 @@ class _SpreadAttention(torch.autograd.Function):
         spread: tuple[Group, AttentionParts],
     ) -> Tensor:
         group, parts = spread
-        operand = parts.operand_type(q.dtype)
-        with labelled("attention"):
+
+        def evaluate() -> tuple[Tensor, Tensor]:
+            operand = parts.operand_type(q.dtype)
             queries = by_heads(group.all_gather(q, chunk.count).to(operand), k.shape[1])
             out, lse = new_forward(queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts)
             merge_past(out, lse, queries, past, scale=scale, parts=parts)
             whole = group.stack(lse).logsumexp(0)
             out.mul_((lse - whole).exp_().unsqueeze(-1))
-            merged = group.reduce_scatter(by_tokens(out), chunk.count).to(q.dtype)
+            return group.reduce_scatter(by_tokens(out), chunk.count).to(q.dtype), whole
+
+        with labelled("attention"):
+            merged, whole = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
         ctx.save_for_backward(q, k, v, merged, whole)
         ctx.past, ctx.scale, ctx.chunk, ctx.spread = past, scale, chunk, spread
         return merged

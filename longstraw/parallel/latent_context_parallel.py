@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from longstraw.ops.chunk import Chunk
 from longstraw.ops.host_offload import QueryGradients, RetainedRows
+from longstraw.ops.kept import once
 from longstraw.ops.latent import LatentOps, packed
 from longstraw.ops.past import Past
 from longstraw.parallel.collectives import Group, labelled
@@ -85,13 +86,17 @@ class _SpreadRows(torch.autograd.Function):
         spread: SpreadLatent,
     ) -> Tensor:
         group, ops, scale = spread
-        with labelled("attention"):
+
+        def evaluate() -> tuple[Tensor, Tensor]:
             queries = group.all_gather(q, chunk.count)
             out, lse = ops.attend_forward(queries, past, (latent, rope_key), rows, scale=scale)
             del queries
             whole = group.stack(lse).logsumexp(0)
             out = out.to(lse.dtype).mul_((lse - whole).exp_().unsqueeze(-1))
-            merged = group.reduce_scatter(out, chunk.count).to(q.dtype)
+            return group.reduce_scatter(out, chunk.count).to(q.dtype), whole
+
+        with labelled("attention"):
+            merged, whole = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
         ctx.save_for_backward(q, latent, rope_key, rows, merged, whole)
         ctx.past, ctx.chunk, ctx.spread = past, chunk, spread
         return merged

@@ -30,6 +30,7 @@ def constant_keys(config: RunConfig) -> dict[str, Any]:
         "state_gradient_dtype": config.state.gradient_dtype
         or ("float64" if config.model.dtype == "float64" else "float32"),
         "state_device": config.state.device or config.hardware.backend,
+        "keep_attention": config.state.keep_attention,
         "rope_scaling": None if config.model.rope_scaling.factor == 1 else plain(vars(config.model.rope_scaling)),
         "past_native_length": config.context > config.model.longest_position,
         "hardware": config.hardware.name,

@@ -63,6 +63,7 @@ KEYS = keys_of("""
     state_dtype                    str    of the retained rows
     state_gradient_dtype           str    of the gradient of the retained rows
     state_device                   str    where the retained rows and their gradient lie
+    keep_attention                 bool   whether attention's results stay for the backward instead of being made again
     rope_scaling                   dict   how angles are scaled beyond the native length
     past_native_length             bool   whether context is beyond what the model was made or scaled for
     hardware                       str    name of the hardware's configuration

@@ -33,17 +33,22 @@ def step_flops(model: Decoder, config: RunConfig, step: Evaluated) -> float:
     """Return the FLOPs of one step that trains every parameter, over all ranks; a multiply-add counts as two.
 
     With an adapter a third of the backward's products with weights is not computed; the count includes it all the same.
+    Where attention is kept, its forward is not evaluated again in the backward.
     """
     retained = step.prompt_positions - 1
+    kept = step.trained and config.state.keep_attention
     total = 0
     if step.prefilled:
         total += (1 + bool(config.algorithm.kl_coef)) * model.flops(0, retained, state_only=True)
     passes = step.scored + WITH_BACKWARD * step.trained
     total += passes * sum(_branch(model, retained, response) for response in step.responses)
     total += sum(_branch(model, retained, response) for response in step.sampled)
+    if kept:
+        total -= sum(model.attention_flops(retained, retained + response) for response in step.responses)
     start = gradient_start(retained, config.chunk, config.prompt_grad, config.prompt_grad_window)
     if start is not None and step.trained:
         total += WITH_BACKWARD * model.flops(start, retained, state_only=True)
+        total -= kept * model.attention_flops(start, retained, state_only=True)
     return float(total)
 
 

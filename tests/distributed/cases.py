@@ -8,7 +8,7 @@ from glm_helpers import glm_model
 from helpers import make_group, moe_model, tiny_model
 from llama_helpers import llama_model
 
-from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig
+from longstraw.config import AdapterConfig, AlgorithmConfig, HardwareConfig, StateConfig
 from longstraw.step import grpo_step
 from longstraw.training.optimizer import Optimizer
 
@@ -28,6 +28,7 @@ class Case:
     ep: int | None = None
     favoured: int | None = None  # so many experts get all tokens
     equal_rewards: bool = False
+    keep_attention: bool = False  # on the ranks; one process makes it again
     replay_tokens: int | None = None  # in one graph on the ranks; one process evaluates a branch at a time
     options: tuple = ()  # of the model's configuration, as pairs
     algorithm: tuple = ()  # its configuration, as pairs
@@ -82,6 +83,10 @@ def groups(case):
     model = build(replace(case, adapter=()))
     made = [make_group(model, n, lengths, seed=i, masked=True) for i, (n, lengths) in enumerate(case.groups)]
     return [replace(group, rewards=[1.0] * len(group.rewards)) for group in made] if case.equal_rewards else made
+
+
+def state(case):
+    return StateConfig(keep_attention=case.keep_attention)
 
 
 def step(case, model, group, **options):

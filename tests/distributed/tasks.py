@@ -42,7 +42,7 @@ def parity(case, groups, world):
     """Return this rank's loss and log-probabilities, and norm and gradients put together from all ranks."""
     model, parallel = spread(case, world)
     prompt = parallel.mesh.dp_rank
-    result = cases.step(case, model, groups[prompt], replay_tokens=case.replay_tokens)
+    result = cases.step(case, model, groups[prompt], replay_tokens=case.replay_tokens, state=cases.state(case))
     norm = finish(model, parallel)
     return {
         "prompt": prompt,
@@ -100,7 +100,7 @@ def traffic(case, groups, world):
     model, parallel = spread(case, world)
     meter = TrafficMeter()
     with meter, use_stated_counts(evenly):
-        cases.step(case, model, groups[parallel.mesh.dp_rank], observer=Verbs(meter))
+        cases.step(case, model, groups[parallel.mesh.dp_rank], state=cases.state(case), observer=Verbs(meter))
         with meter.verb("optimizer"):
             finish(model, parallel)
     return dict(meter.sent)

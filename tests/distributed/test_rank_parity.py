@@ -16,6 +16,8 @@ TWO = {
     "llama, branches together": Case("llama", groups=((130, (5, 1, 33, 8)),), replay_tokens=64),
     "glm, branches together": glm(groups=((257, (9, 3, 1, 20)),), window=100, replay_tokens=64),
     "branches together, prompts side by side": Case(groups=((66, (4,) * 5), (130, (9, 3))), dp=2, replay_tokens=9),
+    "attention kept": Case(groups=((257, (1, 3, 63)),), window=100, keep_attention=True),
+    "glm, attention kept": glm(groups=((257, (9, 3, 1, 20)),), replay_tokens=64, keep_attention=True),
     "two prompt tokens": Case(groups=((2, (1, 3)),), chunk=128),
     "one prompt token": Case(groups=((1, (3, 5)),)),
     "equal rewards": Case(groups=((130, (3, 5)),), equal_rewards=True),
@@ -51,6 +53,10 @@ FOUR = {
     "window": Case(groups=((258, (3, 63)),), window=64),
     "branches together": Case(groups=((130, (5, 1, 3, 8, 2)),), replay_tokens=64),
     "glm, branches together": Case("glm", groups=((66, (9, 1, 1, 4)), (67, (2,) * 9)), dp=2, ep=2, replay_tokens=8),
+    "attention kept, prompts side by side": Case(
+        "llama", groups=((257, (63, 5)), (2, (1, 7))), dp=2, keep_attention=True
+    ),
+    "glm, attention kept": Case("glm", groups=((257, (63, 1)),), ep=2, keep_attention=True),
     "two prompt tokens": Case(groups=((2, (3, 1)),)),
     "qwen moe prompts side by side": Case("qwen moe", groups=((130, (5, 3)), (67, (3, 1))), dp=2, ep=4),
     "glm exact": Case("glm", groups=((257, (63, 1)),)),

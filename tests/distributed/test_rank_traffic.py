@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cases import Case, build, hardware, request
+from cases import Case, build, hardware, request, state
 from traffic_formula import bytes_sent
 
 from longstraw.config import AdapterConfig, AlgorithmConfig, DataConfig, RunConfig
@@ -17,7 +17,9 @@ CASES = {
     "qwen, window": (4, Case(groups=((259, (7, 16)),), window=100)),
     "qwen, adapters": (4, Case(groups=((132, (7, 1)),), adapter=Qwen36Config.adapter_targets)),
     "qwen, side by side": (4, Case(groups=EVEN * 2, dp=2)),
+    "qwen, attention kept": (2, Case(groups=((132, (7, 1)),), keep_attention=True)),
     "glm": (2, Case("glm", groups=EVEN)),
+    "glm, attention kept": (2, Case("glm", groups=EVEN, keep_attention=True)),
     "glm, adapters": (2, Case("glm", groups=EVEN, adapter=Glm52Config.adapter_targets)),
     "glm, experts on two": (4, Case("glm", groups=EVEN, ep=2)),
 }
@@ -36,6 +38,7 @@ def config(case):
         chunk=case.chunk,
         prompt_grad=case.prompt_grad,
         prompt_grad_window=case.window,
+        state=state(case),
     )
 
 

@@ -89,6 +89,13 @@ def test_a_step(big):
     assert window == pytest.approx(detached + 4 * big.flops(start, PROMPT, state_only=True), rel=1e-15)
 
 
+def test_attention_that_is_kept_is_not_evaluated_again(big):
+    again, kept = (flops_of(big, prompt_grad="exact", state={"keep_attention": keep}) for keep in (False, True))
+    pairs = [PROMPT * (PROMPT + 1) // 2, *[PROMPT * 8192 + 8192 * 8193 // 2] * 8]
+    layers = [15, *[16] * 8]  # the last, an attention layer, is not evaluated for the state
+    assert again - kept == sum(n * 4 * 24 * 256 * pair for n, pair in zip(layers, pairs, strict=True))
+
+
 def test_scoring_and_a_retained_prompt(big):
     once = {"prompt_positions": 1001, "responses": [10, 20]}
     base = step_flops(big, configured(), Evaluated(**once, prefilled=False))

@@ -19,6 +19,7 @@ from longstraw.ops.attention import cpu, fused, reference
 from longstraw.ops.attention.reference import Buffers
 from longstraw.ops.chunk import Chunk, whole
 from longstraw.ops.host_offload import QueryGradients, RetainedRows, tiles
+from longstraw.ops.kept import once
 from longstraw.ops.past import Past
 
 ROW_TILE = 16384  # retained rows evaluated at a time: bounds the temporaries of the backward
@@ -71,11 +72,14 @@ class _SplitAttention(torch.autograd.Function):
         parts: AttentionParts,
         chunk: Chunk,
     ) -> Tensor:
-        operand = parts.operand_type(q.dtype)
-        queries = by_heads(q.to(operand), k.shape[1])
-        out, lse = new_forward(queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts)
-        merge_past(out, lse, queries, past, scale=scale, parts=parts)
-        out = by_tokens(out).to(q.dtype)
+        def evaluate() -> tuple[Tensor, Tensor]:
+            operand = parts.operand_type(q.dtype)
+            queries = by_heads(q.to(operand), k.shape[1])
+            out, lse = new_forward(queries, k.to(operand), v.to(operand), chunk, scale=scale, parts=parts)
+            merge_past(out, lse, queries, past, scale=scale, parts=parts)
+            return by_tokens(out).to(q.dtype), lse
+
+        out, lse = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.past, ctx.scale, ctx.parts, ctx.chunk = past, scale, parts, chunk
         return out

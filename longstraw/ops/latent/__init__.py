@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longstraw.ops.host_offload import QueryGradients, RetainedRows, Rows, device_grad_buffers, whole
+from longstraw.ops.kept import once
 from longstraw.ops.latent import fused, reference
 from longstraw.ops.latent.reference import Buffers
 from longstraw.ops.latent.reference import Rows as RowPair
@@ -128,7 +129,10 @@ class _ChosenRows(torch.autograd.Function):
         scale: float,
         ops: LatentOps,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = ops.attend_forward(q, past, (latent, rope_key), rows, scale=scale)
+        def evaluate() -> tuple[Tensor, Tensor]:
+            return ops.attend_forward(q, past, (latent, rope_key), rows, scale=scale)
+
+        out, lse = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
         ctx.save_for_backward(q, latent, rope_key, rows, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.past, ctx.scale, ctx.ops = past, scale, ops
