@@ -15,6 +15,7 @@
     evaluate.examples=64        held-out prompts at each length: each is evaluated once, one response drawn on it
     evaluate.temperature=0      0: the likeliest token
     hardware=cpu                cpu, cuda, or a file of your own; one process
+    --config-dir FOLDER         your own option files, as for longstraw.run
     out=FOLDER                  where the row is appended to evaluations.jsonl; default: a new folder in runs/evaluate
 
 Prints success with its 95 % interval: of all prompts, and by length, depth of the evidence and difficulty.
@@ -32,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longstraw.config import ConfigError, RunConfig, from_dict, option, read_model_config, to_dict
-from longstraw.config.overrides import overlay, typed_keys
+from longstraw.config.overrides import overlay, typed_keys, with_users_options
 from longstraw.config.settings import read_arguments
 from longstraw.data import held_out_configs
 from longstraw.data.reward import RewardError
@@ -56,7 +57,7 @@ SHOWN, SHOWN_PROMPT = 3, 60  # responses that are printed, and the last characte
 
 def configure(arguments: Sequence[str]) -> tuple[RunConfig, Path | None, Path | None]:
     """Return the run to evaluate, and the folders ``checkpoint`` and ``out``; raise ``ConfigError`` or ``OSError``."""
-    given = read_arguments(arguments)
+    given = read_arguments(with_users_options(arguments))
     checkpoint, out = (_folder(given.pop(key, None)) for key in ("checkpoint", "out"))
     base = base_of(checkpoint)
     typed = typed_keys(given, base)

@@ -15,7 +15,6 @@ again: counts are kept in the user's folder for caches.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longstraw.config import ConfigError, RunConfig, option, use_conf_dirs, with_checkpoint_sizes
-from longstraw.config.overrides import SEARCH_PATH, overlay, typed_keys, users_folders
+from longstraw.config import ConfigError, RunConfig, option, with_checkpoint_sizes
+from longstraw.config.overrides import overlay, typed_keys, with_users_options
 from longstraw.config.settings import read_arguments
 from longstraw.memory.fit import LONGEST, Fitting, count, largest_context, limit_bytes, ranks_text, smallest_hardware
 from longstraw.timing.estimate import predicted_seconds
@@ -139,15 +138,6 @@ def table(typed: dict[str, Any], configs: Sequence[RunConfig]) -> Table:
     return made
 
 
-def _with_users_options(arguments: Sequence[str]) -> list[str]:
-    """Search the user's own option files too, as ``longstraw.run`` does; return the arguments that remain."""
-    parser = argparse.ArgumentParser(prog="python -m longstraw.plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    found, rest = parser.parse_known_args(arguments)
-    use_conf_dirs(users_folders(found.config_dir, rest))
-    return [argument for argument in rest if not argument.startswith(f"{SEARCH_PATH}=")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table that the arguments ask for and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -155,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        typed = parse(_with_users_options(arguments))
+        typed = parse(with_users_options(arguments))
         configs = list(cases(typed))
         made = table(typed, configs)
     except (ValueError, OSError) as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -207,8 +207,13 @@ def _place(device: torch.device) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check what the arguments ask for, print a table, return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+        print("Keys and their defaults: " + " ".join(f"{f.name}={f.default}" for f in fields(Settings)))
+        return 0
     try:
-        settings = parse_settings(Settings, sys.argv[1:] if arguments is None else arguments)
+        settings = parse_settings(Settings, arguments)
         config = load_model_config(settings.model)
         device = torch.device(settings.device)
         draw = Draw(device, getattr(torch, settings.dtype or config.dtype), settings.seed)

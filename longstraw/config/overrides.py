@@ -6,6 +6,7 @@ each one line with the nearest valid keys. ``run.py`` parses the arguments, beca
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import difflib
@@ -19,7 +20,17 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from longstraw.config import COUNTS, GROUPS, ConfigError, RunConfig, available, conf_dir, option, schema_of
+from longstraw.config import (
+    COUNTS,
+    GROUPS,
+    ConfigError,
+    RunConfig,
+    available,
+    conf_dir,
+    option,
+    schema_of,
+    use_conf_dirs,
+)
 from longstraw.units import parse_count
 
 FILES = ("data.path", "data.haystack", "data.tokenizer", "model.checkpoint", "adapter.checkpoint", "evaluate.path")
@@ -47,6 +58,15 @@ def users_folders(config_dir: str | None, arguments: Sequence[str]) -> list[Path
         if key == SEARCH_PATH:
             named += [part.strip().strip("'\"") for part in value.strip("[]").split(",") if part.strip()]
     return [Path(name.removeprefix("file://")).expanduser() for name in named if not name.startswith("pkg://")]
+
+
+def with_users_options(arguments: Sequence[str]) -> list[str]:
+    """Search the user's own option files too, as ``longstraw.run`` does; return the arguments that remain."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    found, rest = parser.parse_known_args(arguments)
+    use_conf_dirs(users_folders(found.config_dir, rest))
+    return [argument for argument in rest if not argument.startswith(f"{SEARCH_PATH}=")]
 
 
 def check(arguments: Sequence[Typed]) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TRAIN_SHARE = 0.8  # of the hay
+_Parts = tuple[NDArray[np.int64], list[NDArray[np.int64]], NDArray[np.int64]]  # head, statements, tail
+EXAMINED = 32  # prompts of each split that are made before a job begins
 MARK = "\nThe bell rang once more.\n"
 
 
@@ -56,8 +58,10 @@ class MadeTask:
             "haystack_tokens": len(self._hay),
             "chance": 1 / data.most if data.name == "count" else 1 / data.symbols,
         }
-        for number in range(8):
-            self.golden(self.example(number))
+        numbers = [(number, split) for split in SPLITS for number in range(EXAMINED)]
+        self._check_room(min(self._drawn(*number)[-1] for number in numbers))  # names differ in length
+        for number in numbers:
+            self.golden(self.example(*number))
 
     def group(self, step: int) -> Group:
         """Refuse: the task has no responses."""
@@ -67,15 +71,8 @@ class MadeTask:
         """Return prompt ``number`` of ``split`` (train | heldout), the same in any order and process."""
         choose("split", split, SPLITS)
         data = self._data
-        rng = random.Random(f"{data.name} {self._config.seed} {split} {number}")
-        statements, asked, question, answer = _draw(rng, data, self._words)
-        encode = self._tokenizer.encode
-        needles = [encode(statement) for statement in statements]
-        head, tail = encode(self._before), encode(question + self._after)
-        room = self._config.prompt_positions - len(head) - len(tail) - sum(map(len, needles))
-        if room < 0:
-            least = self._config.context - room
-            raise DataError(f"context={self._config.context}: {-room} tokens short of data={data.name}; use {least}")
+        rng, (head, needles, tail), asked, answer, room = self._drawn(number, split)
+        self._check_room(room)
         hay = self._stretch(rng, room, split)
         places = sorted(round(rng.uniform(*data.depth) * room) for _ in needles)
         pieces, evidence, last, length = [head], [], 0, len(head)
@@ -109,6 +106,21 @@ class MadeTask:
         if len(ids) > self._config.response_length:
             raise DataError(f"response_length={self._config.response_length}: an answer takes {len(ids)} tokens")
         return ids
+
+    def _drawn(self, number: int, split: str) -> tuple[random.Random, _Parts, set[int], str, int]:
+        """Return a prompt's parts, its evidence and answer, and the tokens of hay that it has room for."""
+        data, encode = self._data, self._tokenizer.encode
+        rng = random.Random(f"{data.name} {self._config.seed} {split} {number}")
+        statements, asked, question, answer = _draw(rng, data, self._words)
+        needles = [encode(statement) for statement in statements]
+        head, tail = encode(self._before), encode(question + self._after)
+        room = self._config.prompt_positions - len(head) - len(tail) - sum(map(len, needles))
+        return rng, (head, needles, tail), asked, answer, room
+
+    def _check_room(self, room: int) -> None:
+        context = self._config.context
+        if room < 0:
+            raise DataError(f"context={context}: {-room} tokens short of data={self._data.name}; use {context - room}")
 
     def _stretch(self, rng: random.Random, length: int, split: str) -> NDArray[np.int64]:
         border = int(len(self._hay) * TRAIN_SHARE)

@@ -20,14 +20,14 @@ from longstraw.training.trainer import Trainer
 class Evaluations:
     """Evaluate what a job trains before its first step, every ``evaluate.every`` steps and after the last."""
 
-    def __init__(self, trainer: Trainer, keeper: CheckpointPolicy) -> None:
+    def __init__(self, trainer: Trainer, checkpoints: CheckpointPolicy) -> None:
         """Read the held-out prompts, so that what is wrong with them is said before the first step."""
-        self.trainer, self.keeper = trainer, keeper
+        self.trainer, self.checkpoints = trainer, checkpoints
         self._every, self._steps = trainer.config.evaluate.every, trainer.config.steps
         if self._every is None:
             return
         self._prompts = held_out(trainer.config, trainer.task)
-        self._recorded = {row.get("step") for row in read_evaluations(keeper.recorder.path.parent)}
+        self._recorded = {row.get("step") for row in read_evaluations(checkpoints.recorder.path.parent)}
 
     def after(self, step: int) -> None:
         """Evaluate the model that has taken ``step`` steps and record it, if that is due and was not done before.
@@ -42,8 +42,8 @@ class Evaluations:
         parallel = self.trainer.parallel
         decide = decide_here if parallel is None else parallel.mesh.decide
         row = evaluate(self.trainer.model, self._prompts, watch, decide)
-        self.keeper.attempt_keys(step)  # raises if a later attempt has begun
-        self.keeper.recorder.log_evaluation({"step": step, **row})
+        self.checkpoints.attempt_keys(step)  # raises if a later attempt has begun
+        self.checkpoints.recorder.log_evaluation({"step": step, **row})
 
 
 def evaluate(model: Decoder, prompts: HeldOut, watch: Monitor, decide: Decide = decide_here) -> dict[str, Any]:

@@ -57,14 +57,14 @@ def run_job(
             if any_rank(stop.asked is not None):  # while modules were imported and ranks connected
                 return _unbegun(recorder, stop, folder, attempt)
             trainer = build_trainer(config, watch, run_dir=folder)
-            keeper = CheckpointPolicy(trainer, recorder, stop)
-            _take_steps(trainer, keeper)
+            checkpoints = CheckpointPolicy(trainer, recorder, stop)
+            _take_steps(trainer, checkpoints)
             if config.save:
                 if rank == 0 and attempt:
                     _discard_saved(folder)
                 _save(trainer, folder)
         except Preempted as asked:
-            recorder.log({**model_facts(trainer), **keeper.on_preemption(progress.step, asked)})
+            recorder.log({**model_facts(trainer), **checkpoints.on_preemption(progress.step, asked)})
             return asked
         except (NotFiniteError, Superseded):
             raise
@@ -104,20 +104,20 @@ def _discard_saved(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _take_steps(trainer: Trainer, keeper: CheckpointPolicy) -> None:
+def _take_steps(trainer: Trainer, checkpoints: CheckpointPolicy) -> None:
     """Take the remaining steps and write their records, evaluations between them; ``progress.step`` is the current."""
-    facts, evaluations = model_facts(trainer), Evaluations(trainer, keeper)
-    first = keeper.resume()
+    facts, evaluations = model_facts(trainer), Evaluations(trainer, checkpoints)
+    first = checkpoints.resume()
     trainer.tag_optimizer()
     for step in range(first, trainer.config.steps):
         trainer.watch.progress.step = step
-        keeper.before_step()
+        checkpoints.before_step()
         evaluations.after(step)
         row = trainer.step(step)
-        keeper.recorder.log({**facts, **row, **keeper.attempt_keys(step)})
+        checkpoints.recorder.log({**facts, **row, **checkpoints.attempt_keys(step)})
         if row["status"] != "ok":
             raise NotFiniteError(f"step {step}: {row['error']}")
-        keeper.after_step(step + 1)
+        checkpoints.after_step(step + 1)
     evaluations.after(trainer.config.steps)
 
 

@@ -7,7 +7,7 @@ from test_evaluation import LOOKUP, rewarded  # noqa: F401  (a fixture)
 from test_rollout import sampled_job
 
 from longstraw import evaluate
-from longstraw.config import to_dict
+from longstraw.config import to_dict, use_conf_dirs
 from longstraw.tracking.evaluations import KEYS
 from longstraw.tracking.recorder import RunIdentity
 from longstraw.tracking.run_folder import read_evaluations
@@ -112,6 +112,15 @@ def test_a_torn_checkpoint_is_refused(run, tmp_path, capsys):
         (copy / path.name).write_bytes(path.read_bytes()[: -10 if path.suffix == ".distcp" else None])
     assert evaluate.main([f"checkpoint={copy}"]) == 2
     assert "is broken" in capsys.readouterr().err
+
+
+def test_a_users_own_option_files_are_found(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama_tiny]\nname: mine\nnum_hidden_layers: 2\n")
+    arguments = ["model=mine", "data=lookup", "response_length=8", "context=420", "evaluate.examples=2"]
+    row = evaluated(tmp_path, f"--config-dir={tmp_path}", *arguments)
+    use_conf_dirs([])
+    assert row["model"] == "mine"
 
 
 def test_help_is_the_page(capsys):

@@ -79,8 +79,14 @@ def test_any_exact_length(length):
 
 
 def test_a_prompt_too_short_is_refused_with_a_context_that_does():
-    with pytest.raises(DataError, match=r"tokens short of data=lookup; use (\d+)"):
+    with pytest.raises(DataError, match=r"tokens short of data=lookup; use (\d+)") as refused:
         make_task("lookup", 60)
+    least = int(str(refused.value).rpartition(" ")[2])
+    response = int(str(refused.value).split("context=")[1].split(":")[0]) - 60
+    for number in range(32):
+        assert len(make_task("lookup", least - response).example(number).prompt) == least - response
+    with pytest.raises(DataError, match=f"1 tokens short of data=lookup; use {least}"):
+        make_task("lookup", least - response - 1)
 
 
 def test_draws_are_the_same_in_any_process_and_differ_by_number_split_and_seed(tasks):

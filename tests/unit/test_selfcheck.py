@@ -109,6 +109,11 @@ def test_command(capsys, monkeypatch):
     assert "FAILED: causal convolution" in capsys.readouterr().out
 
 
+def test_help_names_the_keys_without_a_gpu(capsys):
+    assert main(["--help"]) == 0
+    assert "positions=512" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
