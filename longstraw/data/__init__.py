@@ -15,7 +15,16 @@ from longstraw.data.rollouts import RolloutsTask, check_rollouts
 from longstraw.data.task import DataError, Task
 from longstraw.data.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 
-__all__ = ["DataError", "Task", "build_task", "check_data", "held_out_configs", "run_tokenizer", "tokenizer_folder"]
+__all__ = [
+    "DataError",
+    "Task",
+    "build_task",
+    "check_data",
+    "check_responses",
+    "held_out_configs",
+    "run_tokenizer",
+    "tokenizer_folder",
+]
 
 
 def tokenizer_folder(config: RunConfig) -> Path | None:
@@ -40,6 +49,18 @@ def check_data(config: RunConfig) -> None:
         check_haystack(data.haystack)
         if isinstance(data, NeedleConfig) and tokenizer is not None:
             check_room(config, tokenizer)
+        if isinstance(data, MadeConfig) and tokenizer is not None:
+            MadeTask(config, data, tokenizer)  # its prompts have room
+
+
+def check_responses(config: RunConfig) -> None:
+    """Raise ``DataError`` where a run's responses are to come from data without any, or are drawn and not rewarded."""
+    name, prompts = config.data.name, isinstance(config.data, MadeConfig)
+    if config.rollout == "given" and prompts:
+        raise DataError(f"data={name} has prompts and no responses: add rollout=sample")
+    if config.rollout != "given" and isinstance(config.data, NeedleConfig | RolloutsConfig):
+        others = f"{', '.join(MADE)}, or jsonl with reward=package.module:function"
+        raise DataError(f"data={name} has its own responses and rewards no others: rollout=given, or data={others}")
 
 
 def held_out_configs(config: RunConfig) -> list[RunConfig]:

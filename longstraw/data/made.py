@@ -65,7 +65,7 @@ class MadeTask:
 
     def group(self, step: int) -> Group:
         """Refuse: the task has no responses."""
-        raise DataError(f"data={self._data.name} has prompts and no responses; sample them with rollout=sample")
+        raise DataError(f"data={self._data.name} has prompts and no responses: add rollout=sample")
 
     def example(self, number: int, split: str = "train") -> Example:
         """Return prompt ``number`` of ``split`` (train | heldout), the same in any order and process."""

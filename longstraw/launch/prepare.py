@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longstraw.config import ConfigError, to_dict
+from longstraw.data import check_responses
 from longstraw.launch.executors import check_path, check_slurm
 from longstraw.launch.inputs import check_inputs, without_effect
 from longstraw.launch.placement import resolve
@@ -35,6 +36,8 @@ def prepare(drafts: Sequence[Draft], *, command: str, sweep: str | None) -> list
                 check_path(given.run_dir, placement.executor)
             given.config.mode = placement.mode
             check_inputs(given.config)
+            if given.config.mode == "run":
+                check_responses(given.config)
         except (NameError, ValueError, RuntimeError, OSError) as error:
             wrong.append((given.num, str(error)))
             continue

@@ -21,6 +21,7 @@ from longstraw.run import parse
 from longstraw.tracking.job_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = ["context=420", "response_length=8"]
 LINE = {"prompt": "hello", "responses": [{"text": "yes", "reward": 1.0}, {"text": "no", "reward": 0}]}
 
 
@@ -49,6 +50,13 @@ def files(stand_in):
         (["data=jsonl", "data.path=good.jsonl,broken.jsonl"], " 1", "broken.jsonl:1: no JSON"),
         (["data=jsonl", "data.path=good.jsonl,one.jsonl"], " 1", "one.jsonl:1: 1 responses, and group_size=2"),
         (["data=jsonl", "data.path=good.jsonl", "data.tokenizer=null,/nope"], " 1", "/nope: no such folder"),
+        (
+            ["rollout=sample", "data=needle,lookup", *SHORT],
+            " 0",
+            "data=needle has its own responses and rewards no others",
+        ),
+        (["data=lookup", "seed=1,2", *SHORT], "s 0, 1", "data=lookup has prompts and no responses: add rollout=sample"),
+        (["data=lookup", "rollout=sample", "context=100,420", "response_length=8"], " 0", "short of data=lookup; use "),
         (["data.haystack=good.jsonl,/nope"], " 1", "data.haystack: /nope is not there"),
         (["data.haystack=good.jsonl,empty.txt"], " 1", "data.haystack: no text in empty.txt"),
         (["data.haystack=good.jsonl,binary.txt"], " 1", "binary.txt is no UTF-8 text"),
