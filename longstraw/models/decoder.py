@@ -177,6 +177,8 @@ class Decoder(nn.Module):
                 x, update, handed = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x, update, handed = block(*arguments)
+            if layer_past.kept is not None and x is not None and not x.requires_grad:
+                layer_past.kept.clear()  # nothing in the block needs a gradient: it is not recomputed
             updates.append(update)
         return None if state_only else self.model.norm(x), updates
 

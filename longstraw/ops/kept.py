@@ -24,8 +24,20 @@ class Kept:
         if name in self._results:
             return self._results.pop(name)
         made = make()
-        self._results[name] = tuple(x.detach() for x in made)
+        self.keep(name, made)
         return made
+
+    def keep(self, name: str, results: tuple[Tensor, ...]) -> None:
+        """Keep ``results`` without their graph."""
+        self._results[name] = tuple(x.detach() for x in results)
+
+    def held(self) -> dict[str, tuple[Tensor, ...]]:
+        """Return what is kept and has not been handed over."""
+        return dict(self._results)
+
+    def clear(self) -> None:
+        """Drop what is kept."""
+        self._results.clear()
 
 
 def once(kept: Kept | None, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

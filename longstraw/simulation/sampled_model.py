@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from longstraw.config import RunConfig
 from longstraw.models.decoder import Block, Decoder
+from longstraw.ops.kept import Kept
 from longstraw.ops.past import BranchPast
 from longstraw.parallel.fsdp import local_tensor
 from longstraw.state import Carried, Past, RetainedState, Tensors
@@ -105,6 +106,7 @@ class Made:
 
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # that a position adds, by name
     handed: tuple[tuple[int, ...], torch.dtype] | None = None  # a position of what it hands on; None: what it is handed
+    kept: dict[str, list[tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)  # by name, of one evaluation
 
 
 class SampledBlock:
@@ -131,6 +133,8 @@ class SampledBlock:
             with self._count():
                 result = self._block(x, past, handed, state_only)
             self._learn(result[1], result[2] if result[2] is not handed else None)
+            if past.kept is not None and torch.is_grad_enabled():
+                self._learn_kept(past.kept, result[2])
             return result
         with self._leave_out():
             return self._stand_in(x, past, handed)
@@ -143,7 +147,14 @@ class SampledBlock:
             shape, dtype = self._made.handed
             handed = x.new_empty(past.chunk.count if past.chunk is not None else len(x), *shape, dtype=dtype)
         summary = [past[name] for name in self._made.rows] if self.carried else []
-        return _SameSize.apply(x, self._gradients, *summary), update, handed
+        if past.kept is not None:
+            self._keep(past.kept, x.device)
+        return _SameSize.apply(x, partial(self._passed, past.kept), *summary), update, handed
+
+    def _keep(self, kept: Kept, device: torch.device) -> None:
+        """Keep as much as an evaluation would."""
+        for name, sizes in self._made.kept.items():
+            kept.keep(name, tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes))
 
     def update(self, past: Past, count: int) -> Tensors:
         """Return an update of the right sizes; a summary's gradient passes through as if it had not changed."""
@@ -157,6 +168,24 @@ class SampledBlock:
             self._made.rows = {name: (tuple(x.shape[1:]), x.dtype) for name, x in update.items()}
         if isinstance(handed, Tensor):
             self._made.handed = tuple(handed.shape[1:]), handed.dtype
+
+    def _learn_kept(self, kept: Kept, handed: Any) -> None:
+        """Note the sizes of what an evaluation kept, without what it hands on, which the next block holds anyway.
+
+        A recomputation has taken what it found, and changes no note.
+        """
+        passed_on = handed.untyped_storage()._cdata if isinstance(handed, Tensor) else None
+        if held := kept.held():
+            self._made.kept = {
+                name: [(x.shape, x.dtype) for x in results if x.untyped_storage()._cdata != passed_on]
+                for name, results in held.items()
+            }
+
+    def _passed(self, kept: Kept | None) -> None:
+        """Drop what was kept for a backward that has come here."""
+        if kept is not None:
+            kept.clear()
+        self._gradients()
 
     def _gradients(self) -> None:
         """Allocate the gradients of the parameters, in the first backward that comes here."""

@@ -10,6 +10,7 @@ from longstraw.models import build_model
 from longstraw.ops.attention import fused
 from longstraw.parallel import comm_meter
 from longstraw.parallel.collectives import Group
+from longstraw.simulation.sampled_model import SampledBlock
 from longstraw.simulation.simulate import simulate
 from longstraw.timing.estimate import predicted_seconds
 
@@ -59,6 +60,23 @@ def test_extrapolation_agrees_with_a_full_evaluation(backend, operation_us):
     assert sampled["rank_flops_by_verb"] == pytest.approx(full["rank_flops_by_verb"], rel=0.001)
     for verb, bound in full["predicted_bound_by_verb"].items():
         assert sampled["predicted_bound_by_verb"][verb] == pytest.approx(bound, rel=0.01)
+
+
+def differing_peaks(model):
+    """Return the verbs whose peak differs by over 0.1 % where blocks are left out, with attention kept."""
+    config = job(model, layers=7, prompt_grad="exact", state={"keep_attention": True})
+    sampled, full = (predicted(config, every)["peak_by_verb"] for every in (False, True))
+    return [verb for verb in ("replay", "prompt_backward") if sampled[verb] != pytest.approx(full[verb], rel=1e-3)]
+
+
+@pytest.mark.parametrize("model", ["llama_tiny", "glm_5_2_tiny"])
+def test_blocks_that_are_left_out_keep_attention(model):
+    assert differing_peaks(model) == []
+
+
+def test_peaks_differ_where_they_keep_none(monkeypatch):
+    monkeypatch.setattr(SampledBlock, "_keep", lambda *_: None)
+    assert "prompt_backward" in differing_peaks("llama_tiny")
 
 
 @pytest.mark.parametrize("prompt_grad", ["detached", "exact"])
