@@ -47,6 +47,7 @@ KEYS = """\
   replay_tokens=64Ki        response positions in one graph: as many branches as fit; default: response_length
   prompt_grad=exact         detached (the paper's) or exact (through the prompt too)
   prompt_grad_window=64Ki   with exact: only through the last so many prompt positions
+  state.keep_attention=true keep attention's results for the backward: faster, for a few per cent of memory
   refresh_every=1           optimizer steps that share one retained prompt
   groups_per_step=1         prompts of one optimizer step, each with its group; memory does not grow with them
   updates_per_rollout=1     optimizer steps on the same responses; default: refresh_every
