@@ -15,7 +15,8 @@ from longstraw.tracking.evaluations import mean_interval
 
 HERE = Path(__file__).parent
 TESTS = 512
-TRIVIAL = {"shifted": 13 / 48, "gap": 11 / 32, "duplicate": 5 / 12}  # the best answer without the skill
+# the best answer without the skill
+TRIVIAL = {"shifted": 13 / 48, "gap": 11 / 32, "duplicate": 5 / 12, "chain": 11 / 32}
 COLOURS = {"exact": "#0072B2", "detached": "#D55E00"}
 
 

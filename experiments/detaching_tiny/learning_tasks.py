@@ -44,7 +44,19 @@ def duplicate(rng: np.random.Generator, count: int, pairs: int = 6) -> tuple[np.
     return _asked(body, np.full(count, QUESTION)), KEYS + values[lines, both[:, 1]]
 
 
-TASKS: dict[str, Draw] = {"shifted": shifted, "gap": gap, "duplicate": duplicate}
+def chain(rng: np.random.Generator, count: int, pairs: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Key value .., then alias key ..: asked is the value of the key that an alias stands for, two hops."""
+    names = np.stack([rng.permutation(KEYS)[: 2 * pairs] for _ in range(count)])
+    keys, aliases = names[:, :pairs], names[:, pairs:]
+    values = rng.integers(VALUES, size=(count, pairs))
+    meant = np.stack([rng.permutation(pairs) for _ in range(count)])
+    given = np.stack([keys, KEYS + values], -1).reshape(count, -1)
+    passed = np.stack([aliases, np.take_along_axis(keys, meant, 1)], -1).reshape(count, -1)
+    at, lines = rng.integers(pairs, size=count), np.arange(count)
+    return _asked(np.concatenate([given, passed], 1), aliases[lines, at]), KEYS + values[lines, meant[lines, at]]
+
+
+TASKS: dict[str, Draw] = {"shifted": shifted, "gap": gap, "duplicate": duplicate, "chain": chain}
 
 
 def draw(task: str, seed: int, step: int, count: int) -> tuple[Tensor, Tensor]:

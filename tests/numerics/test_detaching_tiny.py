@@ -44,11 +44,19 @@ def test_tasks_are_what_they_say():
         assert [value for key, value in zip(keys, values, strict=True) if key == twice][-1] == answer
 
 
+def test_a_chain_has_two_hops():
+    prompts, answers = draw("chain", 3, 0, 50)
+    for line, answer in zip(prompts.tolist(), answers.tolist(), strict=True):
+        given = dict(zip(line[:8:2], line[1:8:2], strict=True))
+        passed = dict(zip(line[8:16:2], line[9:16:2], strict=True))
+        assert given[passed[line[-1]]] == answer
+
+
 @pytest.mark.long
 def test_exact_learns_what_detached_does_not():
     """Golden answers on duplicate, two starts: exact passes the trivial level, detached does not."""
     for seed in (1, 2):
-        model = started(seed, "duplicate")
+        model = started(seed, ["duplicate"])
         last = {}
         for arm in ARMS:
             *_, row = learn(Run("duplicate", arm, "golden", seed, steps=400), copy.deepcopy(model))
