@@ -9,8 +9,9 @@ the first are meant, in which AdamW has its state. Host memory counts where ``ha
 node has.
 
 ``mode=simulate`` counts one case at its own length. Here each way is counted at two short ones, with most blocks left
-out, and follows the straight line through both: within 1.6 % of it. That takes minutes, and a second when asked
-again: counts are kept in the user's folder for caches.
+out, and follows the straight line through both: within 1.6 % of it. For Qwen3.6-27B that takes half a minute of
+processor time for each way and each number of nodes, and a second when asked again: counts are kept in the user's
+folder for caches.
 """
 
 from __future__ import annotations
