@@ -97,7 +97,7 @@ def test_a_fresh_prompt_beside_the_shared_one_is_counted_where_drift_is_measured
 
 def test_a_machine_refuses_what_it_cannot_hold():
     cpu = option("hardware", "cpu")
-    config = configured(hardware=cpu, chunk=2048, context=2**20)
+    config = configured(hardware=cpu, chunk=256, context=2**20)
     said = fit.predicted(config)
     need = said.peak + said.host
     own = MemoryLimit(need, 2 * need, "the limit on virtual memory (ulimit -v)", shared=False)
@@ -108,14 +108,14 @@ def test_a_machine_refuses_what_it_cannot_hold():
     assert "ulimit -v" in reason
     shorter = int(reason.partition("would fit: context=")[2])
     assert fit.too_large_here(replace(config, context=shorter), [replace(own, left=need // 2)], ranks=1) is None
-    on_host = configured(state={"device": "cpu"}, context=2**20)
+    on_host = configured(state={"device": "cpu"}, chunk=256, context=2**20)
     least = replace(own, left=fit.predicted(on_host).host // 2)
     assert "host" in fit.too_large_here(on_host, [least], ranks=1)
     assert fit.too_large_here(on_host, [replace(least, left=need * 100)], ranks=1) is None
 
 
 def test_what_parameters_and_rows_alone_exceed_is_refused_without_a_count():
-    config = configured(hardware=option("hardware", "cpu"), context=2**16)
+    config = configured(hardware=option("hardware", "cpu"), chunk=256, context=2**16)
     least = lower_bound(config)
     assert least < fit.predicted(config).peak  # a bound below what a step holds
     limit = MemoryLimit(least // 2, least, "the machine's memory", shared=True)
