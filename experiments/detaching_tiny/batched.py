@@ -41,11 +41,11 @@ def build(seed: int, vocabulary: int) -> Decoder:
 
 def hidden(model: Decoder, prompts: Tensor, border: int) -> Tensor:
     """Return the hidden states [P - border, B, d] of ``prompts`` [B, P]; positions before ``border`` are constants."""
-    tokens, past = prompts.T.contiguous(), [None] * len(model.model.layers)
+    tokens, past = prompts.T.contiguous(), None
     if border:
         with torch.no_grad():
-            past = _run(model, tokens[:border], past, 0)[1]
-    return _run(model, tokens[border:], past, border)[0]
+            past = evaluate(model, tokens[:border], past, 0)[1]
+    return evaluate(model, tokens[border:], past, border)[0]
 
 
 def logits(model: Decoder, prompts: Tensor, border: int) -> Tensor:
@@ -82,9 +82,13 @@ def distance_from_product(model: Decoder, prompts: Tensor, answers: Tensor, mode
     return max(float((batched[name] - x).norm() / x.norm().clamp(min=1e-12)) for name, x in product.items())
 
 
-def _run(model: Decoder, tokens: Tensor, past: list[Any], start: int) -> tuple[Tensor, list[Any]]:
+def evaluate(model: Decoder, tokens: Tensor, past: list[Any] | None, start: int) -> tuple[Tensor, list[Any]]:
+    """Return the hidden states [T, B, d] of ``tokens`` [T, B] from position ``start``, and what is retained then.
+
+    ``past`` is what was retained before ``start``, None at the first position.
+    """
     x, kept = F.embedding(tokens, model.model.embed_tokens.weight), []
-    for block, before in zip(model.model.layers, past, strict=True):
+    for block, before in zip(model.model.layers, past or [None] * len(model.model.layers), strict=True):
         normed = block.input_layernorm(x)
         if isinstance(block.mixer, GatedAttention):
             mixed, after = _attention(block.mixer, normed, before, start)

@@ -1,12 +1,19 @@
 """``experiments/detaching_tiny``: its batched gradient is ``grpo_step``'s; exact learns what detached does not."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from batched import CLOSE, build, distance_from_product, grpo_loss, logits
 from learning_tasks import TASKS, VOCABULARY, draw
+from probe import PromptAdapters, probe, probed_logits
+from torch import nn
 from train import ARMS, Run, learn, started
+
+from longstraw.group import Group
+from longstraw.observer import Observer
+from longstraw.step import grpo_step
 
 TRIVIAL = 5 / 12  # of duplicate: the last value
 
@@ -63,3 +70,53 @@ def test_exact_learns_what_detached_does_not():
             last[arm] = row["success"]
         assert last["detached"] < TRIVIAL + 0.1
         assert last["exact"] > last["detached"] + 0.1
+
+
+class Prefix(Observer):
+    """Lets adapters act in the named verbs of a step alone."""
+
+    def __init__(self, adapters, verbs):
+        self.adapters, self.verbs = adapters, verbs
+
+    def verb(self, name, positions):
+        return self.adapters.active() if name in self.verbs else nullcontext()
+
+
+def probed(mode, verbs=("prefill", "prompt_backward")):
+    """Return the gradients that ``grpo_step`` leaves in adapters, and those of the probe's graph, for one prompt."""
+    model = build(1, VOCABULARY)
+    adapters = PromptAdapters(model, 4, 1)
+    for up in adapters.up:  # at zero the gradient of ``down`` is zero in every mode
+        nn.init.normal_(up, std=0.1, generator=torch.Generator().manual_seed(2))
+    prompts, answers = draw("gap", 0, 0, 1)
+    drawn, rewards = torch.stack([answers, answers + 1], 1), torch.tensor([[1.0, 0.0]])
+    group = Group(prompts[0], list(drawn[0][:, None]), rewards[0].tolist())
+    grpo_step(model, group, chunk=64, prompt_grad=mode, observer=Prefix(adapters, verbs))
+    product = [p.grad for p in adapters.parameters()]
+    adapters.zero_grad(set_to_none=True)
+    grpo_loss(probed_logits(model, adapters, prompts, mode).log_softmax(-1), drawn, rewards).backward()
+    return product, [p.grad for p in adapters.parameters()]
+
+
+def test_the_exact_gradient_reaches_adapters_of_prompt_positions():
+    product, batched = probed("exact")
+    for ours, theirs in zip(batched, product, strict=True):
+        assert theirs.norm() > 0
+        assert (ours - theirs).norm() < CLOSE * theirs.norm()
+
+
+def test_the_detached_gradient_does_not():
+    product, batched = probed("detached")
+    assert product == batched == [None] * len(product)
+    everywhere, _ = probed("detached", verbs=("prefill", "replay"))
+    assert all(x.norm() > 0 for x in everywhere)
+
+
+def test_the_probe_stays_flat_to_the_digit_when_detached():
+    """Three updates: what the probe measures is the same number detached, and another one exact."""
+    losses = {}
+    for arm in ("exact", "detached"):
+        run = Run("gap", arm, "golden", 1, lr=3e-3, steps=3, batch=8, every=3)
+        losses[arm] = [row["loss"] for row in probe(run, build(1, VOCABULARY), rank=4)]
+    assert losses["detached"][0] == losses["detached"][1] == losses["exact"][0]
+    assert losses["exact"][1] != losses["exact"][0]
