@@ -6,7 +6,7 @@ cd "$(dirname "$0")/../.."
 here=experiments/detaching_tiny
 {
   echo task,learn,arm,seed,lr,step,cpu_seconds,success,cosine,norm_ratio
-  for task in ${TASKS:-shifted gap duplicate}; do
+  for task in ${TASKS:-shifted gap duplicate chain}; do
     for answers in ${ANSWERS:-golden grpo}; do
       for seed in ${SEEDS:-1 2 3 4 5}; do
         OMP_NUM_THREADS=1 python "$here/train.py" --task "$task" --learn "$answers" --seed "$seed" --steps 400

@@ -57,7 +57,8 @@ def test_a_users_own_option_files_are_found(tmp_path, capsys, how):
     assert "model='mine' is not one of" in capsys.readouterr().err
 
 
-SMALL = ["model=qwen3_6_tiny", "model.num_hidden_layers=4", "model.dtype=bfloat16", "chunk=16384", "hardware.gpus_per_node=2"]
+SMALL = ["model=qwen3_6_tiny", "model.num_hidden_layers=4"]
+SMALL += ["model.dtype=bfloat16", "chunk=16384", "hardware.gpus_per_node=2"]
 
 
 def test_the_table_names_contexts_and_the_smallest_hardware(capsys):
