@@ -129,4 +129,5 @@ def _name(frame, call, method):
     """Return the name of a call: its function, what it calls, and where it stands among the function's such calls."""
     lines, first = inspect.getsourcelines(frame.f_code)
     numbers = [first + i for i, line in enumerate(lines) if call in line]
-    return f"{frame.f_code.co_qualname} {method} {numbers.index(frame.f_lineno) + 1}"
+    function = frame.f_code.co_qualname.removesuffix(".<locals>.evaluate")
+    return f"{function} {method} {numbers.index(frame.f_lineno) + 1}"
