@@ -242,8 +242,9 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         recorder.log({"step": 0, "status": "ok"})
     assert len(rows(tmp_path / "run")) == 1
-    (warning,) = warnings(caplog)
-    assert "going on without it" in warning
+    said = warnings(caplog)  # where wandb's own process is slow it is tried again, with another reason
+    assert said
+    assert all("going on without it" in line for line in said)
 
 
 def test_a_folder_that_wandb_leaves_silently(tmp_path, caplog):
@@ -253,8 +254,9 @@ def test_a_folder_that_wandb_leaves_silently(tmp_path, caplog):
     with Recorder(tmp_path / "run", run_id="abc") as recorder:
         recorder.log({"step": 0, "status": "ok"})
     assert len(rows(tmp_path / "run")) == 1
-    (warning,) = warnings(caplog)
-    assert "going on without it" in warning
+    said = warnings(caplog)  # where wandb's own process is slow it is tried again, with another reason
+    assert said
+    assert all("going on without it" in line for line in said)
 
 
 @pytest.mark.parametrize(
