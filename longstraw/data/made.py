@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,20 @@ if TYPE_CHECKING:
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TRAIN_SHARE = 0.8  # of the hay
-_Parts = tuple[NDArray[np.int64], list[NDArray[np.int64]], NDArray[np.int64]]  # head, statements, tail
 EXAMINED = 32  # prompts of each split that are made before a job begins
 MARK = "\nThe bell rang once more.\n"
+
+
+class _Drawn(NamedTuple):
+    """What a prompt is made of, beside hay; ``rng`` goes on to draw that."""
+
+    rng: random.Random
+    head: NDArray[np.int64]
+    needles: list[NDArray[np.int64]]
+    tail: NDArray[np.int64]
+    asked: set[int]  # the numbers of the needles that are asked for
+    answer: str
+    room: int  # tokens of hay
 
 
 class MadeTask:
@@ -58,10 +69,10 @@ class MadeTask:
             "haystack_tokens": len(self._hay),
             "chance": 1 / data.most if data.name == "count" else 1 / data.symbols,
         }
-        numbers = [(number, split) for split in SPLITS for number in range(EXAMINED)]
-        self._check_room(min(self._drawn(*number)[-1] for number in numbers))  # names differ in length
-        for number in numbers:
-            self.golden(self.example(*number))
+        drawn = [self._drawn(number, split) for split in SPLITS for number in range(EXAMINED)]
+        self._check_room(min(one.room for one in drawn))  # names differ in length
+        for one in drawn:
+            self._answer_ids(one.answer)
 
     def group(self, step: int) -> Group:
         """Refuse: the task has no responses."""
@@ -71,7 +82,7 @@ class MadeTask:
         """Return prompt ``number`` of ``split`` (train | heldout), the same in any order and process."""
         choose("split", split, SPLITS)
         data = self._data
-        rng, (head, needles, tail), asked, answer, room = self._drawn(number, split)
+        rng, head, needles, tail, asked, answer, room = self._drawn(number, split)
         self._check_room(room)
         hay = self._stretch(rng, room, split)
         places = sorted(round(rng.uniform(*data.depth) * room) for _ in needles)
@@ -102,20 +113,22 @@ class MadeTask:
 
     def golden(self, example: Example) -> NDArray[np.int64]:
         """Return the token ids of the right answer."""
-        ids = self._tokenizer.encode(example.columns["answer"])
+        return self._answer_ids(example.columns["answer"])
+
+    def _answer_ids(self, answer: str) -> NDArray[np.int64]:
+        ids = self._tokenizer.encode(answer)
         if len(ids) > self._config.response_length:
             raise DataError(f"response_length={self._config.response_length}: an answer takes {len(ids)} tokens")
         return ids
 
-    def _drawn(self, number: int, split: str) -> tuple[random.Random, _Parts, set[int], str, int]:
-        """Return a prompt's parts, its evidence and answer, and the tokens of hay that it has room for."""
+    def _drawn(self, number: int, split: str) -> _Drawn:
         data, encode = self._data, self._tokenizer.encode
         rng = random.Random(f"{data.name} {self._config.seed} {split} {number}")
         statements, asked, question, answer = _draw(rng, data, self._words)
         needles = [encode(statement) for statement in statements]
         head, tail = encode(self._before), encode(question + self._after)
         room = self._config.prompt_positions - len(head) - len(tail) - sum(map(len, needles))
-        return rng, (head, needles, tail), asked, answer, room
+        return _Drawn(rng, head, needles, tail, asked, answer, room)
 
     def _check_room(self, room: int) -> None:
         context = self._config.context
