@@ -139,7 +139,7 @@ class _SpreadAttention(torch.autograd.Function):
             return group.reduce_scatter(by_tokens(out), chunk.count).to(q.dtype), whole
 
         with labelled("attention"):
-            merged, whole = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
+            merged, whole = once(past.kept, "attention", evaluate)
         ctx.save_for_backward(q, k, v, merged, whole)
         ctx.past, ctx.scale, ctx.chunk, ctx.spread = past, scale, chunk, spread
         return merged

@@ -96,7 +96,7 @@ class _SpreadRows(torch.autograd.Function):
             return group.reduce_scatter(out, chunk.count).to(q.dtype), whole
 
         with labelled("attention"):
-            merged, whole = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
+            merged, whole = once(past.kept, "attention", evaluate)
         ctx.save_for_backward(q, latent, rope_key, rows, merged, whole)
         ctx.past, ctx.chunk, ctx.spread = past, chunk, spread
         return merged

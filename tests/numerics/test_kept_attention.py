@@ -113,6 +113,28 @@ def test_each_is_evaluated_once(name, monkeypatch):
         assert made_again[verb] == {kind: 2 * number for kind, number in kept[verb].items()}
 
 
+@pytest.mark.parametrize("name", ["llama", "glm"])
+def test_where_only_the_feedforward_is_trained_it_is_evaluated_once_too(name, monkeypatch):
+    """Queries and rows of the first block need no gradient there, and the block is evaluated again all the same."""
+
+    def frozen(make):
+        def made(**options):
+            model = make(**options)
+            for key, parameter in model.named_parameters():
+                parameter.requires_grad_(".mlp." in key and "indexer" not in key)
+            return model
+
+        return made
+
+    monkeypatch.setitem(MODELS, name, frozen(MODELS[name]))
+    counts = []
+    for keep in (False, True):
+        with monkeypatch.context() as patch:
+            counts.append(evaluations(name, keep, patch)["replay"])
+    assert counts[0] == {kind: 2 * number for kind, number in counts[1].items()}
+    assert same(name)
+
+
 def test_what_is_kept_is_one_chunks_and_gone_after_its_backward():
     """Output and log-sum-exp of each attention layer of the chunk, and no more; nothing after the step."""
 

@@ -79,7 +79,7 @@ class _SplitAttention(torch.autograd.Function):
             merge_past(out, lse, queries, past, scale=scale, parts=parts)
             return by_tokens(out).to(q.dtype), lse
 
-        out, lse = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
+        out, lse = once(past.kept, "attention", evaluate)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.past, ctx.scale, ctx.parts, ctx.chunk = past, scale, parts, chunk
         return out

@@ -132,7 +132,7 @@ class _ChosenRows(torch.autograd.Function):
         def evaluate() -> tuple[Tensor, Tensor]:
             return ops.attend_forward(q, past, (latent, rope_key), rows, scale=scale)
 
-        out, lse = once(past.kept if any(ctx.needs_input_grad) else None, "attention", evaluate)
+        out, lse = once(past.kept, "attention", evaluate)
         ctx.save_for_backward(q, latent, rope_key, rows, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.past, ctx.scale, ctx.ops = past, scale, ops
