@@ -21,12 +21,11 @@ from batched import evaluate
 from learning_tasks import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
-from train import HELD_OUT, TESTS, Run, started
+from train import ARMS, HELD_OUT, TESTS, Run, adamw, started, update
 
 from longstraw.layers.attention import GatedAttention
 from longstraw.models.decoder import Decoder
 
-ARMS = ("exact", "detached")
 COLUMNS = ("task", "arm", "seed", "lr", "step", "cpu_seconds", "success", "loss", "gradient_norm")
 
 
@@ -74,7 +73,7 @@ def probed_logits(model: Decoder, adapters: PromptAdapters, prompts: Tensor, arm
 def probe(run: Run, model: Decoder, rank: int = 16) -> Iterator[dict[str, object]]:
     """Yield a row every ``run.every`` steps: success and loss on held-out prompts, and the last gradient's norm."""
     adapters, begun, norm = PromptAdapters(model, rank, run.seed), time.process_time(), 0.0
-    optimizer = torch.optim.AdamW(adapters.parameters(), lr=run.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = adamw(adapters, run.lr)
     held_out, right = draw(run.task, HELD_OUT, 0, TESTS)
     for step in range(run.steps + 1):
         if step % run.every == 0:
@@ -88,12 +87,8 @@ def probe(run: Run, model: Decoder, rank: int = 16) -> Iterator[dict[str, object
             }  # fmt: skip
         prompts, answers = draw(run.task, run.seed, step, run.batch)
         model.zero_grad(set_to_none=True)
-        adapters.zero_grad(set_to_none=True)
-        F.cross_entropy(probed_logits(model, adapters, prompts, run.arm), answers).backward()
-        norm = float(nn.utils.clip_grad_norm_(adapters.parameters(), 1.0))
-        for group in optimizer.param_groups:
-            group["lr"] = run.lr * min(1, (step + 1) / 50)
-        optimizer.step()
+        loss = F.cross_entropy(probed_logits(model, adapters, prompts, run.arm), answers)
+        norm = update(adapters, optimizer, loss, run.lr * min(1, (step + 1) / 50))
 
 
 def main() -> None:

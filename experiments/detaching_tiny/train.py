@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from batched import CLOSE, build, distance_from_product, grpo_loss, hidden, logits
 from learning_tasks import VOCABULARY, draw, repeated_lookup
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longstraw.models.decoder import Decoder
@@ -59,7 +59,7 @@ def started(seed: int, tasks: Sequence[str], warmup: int = 400) -> Decoder:
 
 def learn(run: Run, model: Decoder) -> Iterator[dict[str, object]]:
     """Yield a row every ``run.every`` steps: success on held-out prompts, and how both gradients compare there."""
-    optimizer, begun = _adamw(model, run.lr), time.process_time()
+    optimizer, begun = adamw(model, run.lr), time.process_time()
     generator = torch.Generator().manual_seed(1000 + run.seed)
     measuring = 0.0
     for step in range(run.steps + 1):
@@ -72,18 +72,18 @@ def learn(run: Run, model: Decoder) -> Iterator[dict[str, object]]:
             measuring += time.process_time() - paused
         prompts, answers = draw(run.task, run.seed, step, run.batch)
         loss = loss_of(logits(model, prompts, run.border(prompts)), answers, run.learn, generator)
-        _update(model, optimizer, loss, run.lr * min(1, (step + 1) / 50))
+        update(model, optimizer, loss, run.lr * min(1, (step + 1) / 50))
 
 
 def warm_up(model: Decoder, seed: int, steps: int) -> None:
     """Teach lookup by cross entropy over whole sequences, which both arms start from."""
-    optimizer = _adamw(model, 3e-3)
+    optimizer = adamw(model, 3e-3)
     for step in range(steps):
         tokens, targets = repeated_lookup(seed, step, 32)
         scores = model.lm_head(hidden(model, tokens, 0))
         loss = F.cross_entropy(scores.flatten(0, 1), targets.T.flatten(), ignore_index=-100)
         falling = max(0.1, (steps - step) / (steps / 2))
-        _update(model, optimizer, loss, 3e-3 * min(1, (step + 1) / 50, falling))
+        update(model, optimizer, loss, 3e-3 * min(1, (step + 1) / 50, falling))
 
 
 def check(model: Decoder, task: str, seed: int) -> None:
@@ -127,17 +127,20 @@ def compare(model: Decoder, run: Run, step: int) -> tuple[float, float]:
     return round(float(cosine), 4), round(float(detached.norm() / exact.norm().clamp(min=1e-12)), 4)
 
 
-def _adamw(model: Decoder, lr: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+def adamw(trained: nn.Module, lr: float) -> torch.optim.AdamW:
+    """Return the optimizer of every run here."""
+    return torch.optim.AdamW(trained.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
 
 
-def _update(model: Decoder, optimizer: torch.optim.AdamW, loss: Tensor, lr: float) -> None:
-    model.zero_grad(set_to_none=True)
+def update(trained: nn.Module, optimizer: torch.optim.AdamW, loss: Tensor, lr: float) -> float:
+    """Take a step at rate ``lr``; return the gradient's norm before it was clipped to 1."""
+    trained.zero_grad(set_to_none=True)
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    return float(norm)
 
 
 def main() -> None:
