@@ -421,7 +421,7 @@ def check_group(group: Group, model: Decoder, algorithm: AlgorithmConfig, *, has
 
 
 def pack_branches(lengths: Sequence[int], tokens: int | None) -> list[list[int]]:
-    """Return which branches stand in one graph, by their numbers: up to ``tokens`` positions, or one longer branch.
+    """Return which branches are in one graph, by their numbers: up to ``tokens`` positions, or one longer branch.
 
     The longest come first, each to the first graph with room. None: as many positions as the longest has.
     """

@@ -21,7 +21,7 @@ Z = statistics.NormalDist().inv_cdf(0.975)
 SHOWN = 8  # answers of an evaluation, at most, whose texts are kept
 SHOWN_PROMPT, SHOWN_RESPONSE = 200, 1000  # characters
 DEPTHS = 5  # equal parts of the prompt
-LENGTHS = 12  # of more different lengths, powers of two are told apart
+LENGTHS = 12  # of more different lengths, each power of two is a group
 
 KEYS = keys_of("""
     schema                int    version of this listing
