@@ -12,7 +12,7 @@ from longstraw.config.checks import ConfigError, check_ranges, choose, number
 
 @dataclass
 class RatesConfig:
-    """What one device reaches on its own, for predicted times; ``conf/hardware`` says from which source. None: not known."""
+    """What one device reaches on its own, for predicted times; ``conf/hardware`` names the sources. None: not known."""
 
     products: float | None = number(None, 0, 1e6, above=True)  # TFLOP/s of matrix products in 16 bit
     products_float32: float | None = number(None, 0, 1e6, above=True)  # the same in float32
